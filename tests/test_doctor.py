@@ -313,13 +313,13 @@ def test_doctor_says_of_a_checkout_that_it_is_one(
 
 
 def test_what_writes_the_version_down_writes_that_of_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
-    from minipaged.paper.running import made
+    from minipaged.paper.running import PACKAGE, digest_of, made
     from minipaged.recordings.step_files import Header
 
     tier = SimpleNamespace(name="reference", device="cpu", dtype="float32")
     llm = SimpleNamespace(loaded=SimpleNamespace(tier=tier), config=None, model_config=None)
     monkeypatch.setattr(metadata, "version", not_installed)
-    assert made(seed=1, quick=True).minipaged == "a checkout"
+    assert made(seed=1, quick=True).minipaged == f"a checkout ({digest_of(PACKAGE)[:12]})"
     assert Header.of("model", cast("Any", llm)).version == "a checkout"
 
 

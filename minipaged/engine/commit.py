@@ -232,9 +232,8 @@ class Committer:
                 children.append(child)
         except BaseException:
             for child in children:
-                self._writer.ended(child)
                 self._emit(SequenceFinished(request.request_id, child.sequence_id, "dropped"))
-                self._blocks.free(child)
+                self._free(child)
             raise
         return children
 
@@ -250,12 +249,18 @@ class Committer:
 
     def _end_sequence(self, request: Request, sequence: SequenceState, reason: FinishReason) -> None:
         sequence.finish_reason = reason
-        self._writer.ended(sequence)
         reserved = slot_steps_reserved(sequence)
         self._emit(SequenceFinished(request.request_id, sequence.sequence_id, reason, reserved))
-        self._blocks.free(sequence)
+        self._free(sequence)
         request.sequences.remove(sequence)
         request.done.append(sequence)
+
+    def _free(self, sequence: SequenceState) -> None:
+        """Give back the blocks of a sequence that has ended."""
+        try:
+            self._blocks.free(sequence)
+        finally:
+            self._writer.ended(sequence)  # afterwards, because it drops what `free` tells of the table
 
     def _finish_text(self, request: Request, sequence: SequenceState) -> None:
         """The text that was held back, or all of it where nobody read along. Raises DetokenizerFailed."""

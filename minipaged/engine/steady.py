@@ -150,7 +150,7 @@ class Steady:
         self._emit = emit
         scheduler.asked.settle = self.settle  # the policy may look at those that run
         self._batches: dict[int, Batch] = {}  # by lane
-        self._latest: dict[int, Plan] = {}  # of each lane, since the engine last went the long way in all of them
+        self._latest: dict[int, Plan] = {}  # of each lane, while anybody runs or waits
 
     def settle(self) -> None:
         """Let all sequences be as the long way would have left them."""
@@ -159,10 +159,15 @@ class Steady:
                 batch.settle(i)
 
     def stop(self) -> None:
-        """Let all sequences be as on the long way, and forget the batches: something other than decoding comes next."""
+        """Let all sequences be as on the long way, in every lane: something other than a step comes next."""
+        self._pause()
+        self._latest.clear()
+
+    def _pause(self) -> None:
+        """Let all sequences be as on the long way, for a step that goes it. Lanes in which all still decode then go on
+        by their latest plans."""
         self.settle()
         self._batches.clear()
-        self._latest.clear()
 
     # --- Launching --------------------------------------------------------------------------------
 
@@ -175,10 +180,9 @@ class Steady:
             batch = None
         if batch is not None:
             return self._launch(batch)
-        latest = {**self._latest}
-        self.stop()
+        self._pause()
         step = self._launcher.launch(ahead, lane)
-        self._latest = latest | {step.plan.lane: step.plan}
+        self._latest[step.plan.lane] = step.plan
         return step
 
     def assign_ahead(self, lane: int, before: LaunchedStep | None = None) -> Plan | None:
@@ -213,7 +217,7 @@ class Steady:
         if self._scheduler.waiting:
             plan = self._scheduler.admit(plan)
             if plan is not batch.plan:
-                self.stop()
+                self._pause()
                 plan.lay_out()
                 self._latest[plan.lane] = plan
                 return launcher.hand_over(plan, started)
@@ -242,7 +246,9 @@ class Steady:
         if batch is None or batch.plan is not step.plan:
             self._committer.commit(step)
         elif self._commit(batch, step):
-            self.stop()
+            self._pause()
+        if not (self._scheduler.running or self._scheduler.waiting):
+            self._latest.clear()  # an idle engine keeps no sequences
 
     def _commit(self, batch: Batch, step: LaunchedStep) -> bool:
         """Whether a sequence has ended."""

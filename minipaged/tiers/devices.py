@@ -20,15 +20,17 @@ from pathlib import Path
 LEAST_TRITON = (3, 7, 1)
 LEAST_CAPABILITY = (8, 0)
 NO_DRIVER = "there is no driver for an NVIDIA GPU here (a container is given it by --gpus all)"
+CHECKOUT = "a checkout"
+"""In place of a version, where minipaged's files are here and it is not installed."""
 PACKAGES = ("numpy", "torch", "triton", "numba", "transformers")
 
 
 def own_version() -> str:
-    """Its version; "a checkout" where its files are here and it is not installed."""
+    """Its version, or `CHECKOUT`."""
     try:
         return metadata.version("minipaged")
     except metadata.PackageNotFoundError:
-        return "a checkout"
+        return CHECKOUT
 
 
 def has_nvidia_gpu() -> bool:

@@ -45,7 +45,7 @@ class AskedPolicy:
         """Raise InvalidRequest if the policy does not take a request that has arrived."""
         answer = self.policy.fits(view_of(request, self._blocks))
         if not isinstance(answer, bool):
-            self._broken("fits", f"{answer!r}; it has to answer True or False")
+            self._broken("fits", f"{answer!r}; it must return True or False")
         if not answer:
             raise InvalidRequest(
                 f"the engine's policy, {type(self.policy).__name__}, does not take this request, though it could be "
@@ -56,14 +56,14 @@ class AskedPolicy:
         """Return the policy's number of tokens for each running request, for a batch too small for all of them."""
         given = self.policy.share_tokens([view_of(request, self._blocks) for request in running])
         if not isinstance(given, Mapping):
-            self._broken("share_tokens", f"{given!r}; it has to answer with a dict, request_id -> tokens")
+            self._broken("share_tokens", f"{given!r}; it must return a dict, request_id -> tokens")
         most = {request.request_id: 0 for request in running} | {
             whole.request.request_id: whole.num_query_tokens for whole in wholes
         }
         together = {whole.request.request_id for whole in wholes if whole.decodes}
         for name, number in given.items():
             if name not in most:
-                self._broken("share_tokens", f"{number!r} tokens for {name!r}, which does not run", most)
+                self._broken("share_tokens", f"{number!r} tokens for {name!r}, which is not running", most)
             if type(number) is not int or not 0 <= number <= most[name]:
                 self._broken("share_tokens", f"{number!r} tokens for {name!r}, which has {most[name]} to run")
             if name in together and 0 < number < most[name]:
@@ -71,9 +71,9 @@ class AskedPolicy:
                     "share_tokens", f"{number} tokens for {name!r}, whose {most[name]} sequences decode together"
                 )
         if (total := sum(given.values())) > self._max_tokens:
-            self._broken("share_tokens", f"{total} tokens in all; a batch has {self._max_tokens}")
+            self._broken("share_tokens", f"{total} tokens in all; a batch has room for {self._max_tokens}")
         if total == 0:
-            self._broken("share_tokens", "no token for anybody, and so nothing would ever run")
+            self._broken("share_tokens", "no tokens for any request, so nothing would ever run")
         return given
 
     def victim(self, running: Sequence[Request]) -> Request:
@@ -88,7 +88,7 @@ class AskedPolicy:
         name = self.policy.victim([view_of(request, self._blocks) for request in running])
         victim = next((request for request in running if request.request_id == name), None)
         if victim is None:
-            self._broken("victim", f"{name!r}, which does not run", (r.request_id for r in running))
+            self._broken("victim", f"{name!r}, which is not running", (r.request_id for r in running))
         return victim
 
     def way_back(self, victim: Request) -> Way:
@@ -101,7 +101,7 @@ class AskedPolicy:
         assert self._blocks.host_allocator is not None
         way = self.policy.way_back(view_of(victim, self._blocks), self._blocks.host_allocator.num_free)
         if way not in ("swap", "recompute"):
-            self._broken("way_back", f"{way!r}; there are 'swap' and 'recompute'")
+            self._broken("way_back", f"{way!r}; it must return 'swap' or 'recompute'")
         return way
 
     def admit(
@@ -117,7 +117,7 @@ class AskedPolicy:
         finally:
             shown.close()
         if isinstance(names, str) or not isinstance(names, Sequence):
-            self._broken("admit", f"{names!r}; it has to answer with a list of request_ids")
+            self._broken("admit", f"{names!r}; it must return a list of request_ids")
         if not names:
             self._nobody = (self.policy, room, num_free, tokens_left)
             return []
@@ -140,7 +140,7 @@ class AskedPolicy:
         for name in names:
             if not isinstance(name, str) or name not in left:
                 twice = any(name == request.request_id for request in entering)
-                self._broken("admit", f"{name!r}{' twice' if twice else ', which does not wait'}", left)
+                self._broken("admit", f"{name!r}{' twice' if twice else ', which is not waiting'}", left)
             request = left.pop(name)
             view = self._waiting_view(request)
             least = view.tokens_to_run if view.decodes else 1
@@ -150,7 +150,7 @@ class AskedPolicy:
                 ("tokens", least, tokens_left),
             ):
                 if needed > there:
-                    self._broken("admit", f"{name!r}, which needs {needed} {what}, and {max(0, there)} are left for it")
+                    self._broken("admit", f"{name!r}, which needs {needed} {what}; {max(0, there)} are left")
             room -= view.num_sequences
             num_free -= view.blocks_needed
             tokens_left -= view.tokens_to_run
@@ -161,7 +161,7 @@ class AskedPolicy:
         """Raise InvariantViolation: no request runs in this step, so none ever would."""
         views = self._waiting_views(waiting)
         if any(view.blocks_needed <= self._blocks.num_available for view in views):
-            self._broken("admit", "nobody, though nothing runs", (view.request_id for view in views))
+            self._broken("admit", "no request, though nothing is running", (view.request_id for view in views))
         raise InvariantViolation(
             Invariant.LIVENESS,
             f"request {waiting[0].request_id} cannot be admitted though nothing else runs: the allocator has "
@@ -187,10 +187,10 @@ class AskedPolicy:
 
     def _broken(self, question: str, answer: str, known: Iterable[str] = ()) -> NoReturn:
         """Raise InvariantViolation: the policy broke a rule. Nothing is lost: the step fails, and its requests wait."""
-        those = f"; there are: {', '.join(known)}" if (known := list(known)) else ""
+        those = f"; choose from: {', '.join(known)}" if (known := list(known)) else ""
         raise InvariantViolation(
             Invariant.LIVENESS,
-            f"the policy {type(self.policy).__name__}, asked for {question}, answers {answer}{those}",
+            f"the policy {type(self.policy).__name__}: {question} returned {answer}{those}",
         )
 
 

@@ -117,7 +117,7 @@ class Committer:
                 raise BadLogits(one.error)
             known.append(one.top_logprobs)
         if len(known) < min(start + num_tokens, len(request.prompt_token_ids) - 1):
-            raise RequestFailed("this runner tells no log-probabilities of prompts; ask for no prompt_logprobs")
+            raise RequestFailed("this runner cannot report log-probabilities of prompts; leave out prompt_logprobs")
 
     def _publish(self, step: LaunchedStep, scheduled: ScheduledRequest) -> None:
         """Add blocks to the prefix cache whose tokens all have K/V now."""

@@ -238,7 +238,7 @@ def naming_failures(decode: Decode) -> Decode:
                 raise
             raise DetokenizerFailed(
                 f"the tokens {[*token_ids[-3:]]} at the end of {len(token_ids)} could not be decoded: "
-                f"{type(error).__name__}: {error}; see that the tokenizer is this model's"
+                f"{type(error).__name__}: {error}; check that the tokenizer is this model's"
             ) from error
 
     return named

@@ -20,7 +20,7 @@ def check_exclusive_writes(work: Iterable[tuple[SequenceState, int]], blocks: Me
             if (holders := blocks.allocator.ref_count(block)) != 1:
                 raise InvariantViolation(
                     Invariant.EXCLUSIVE_WRITE,
-                    f"a slot of block {block} is about to be written, but {holders} hold it",
+                    f"a slot of block {block} is about to be written, but it has {holders} holders",
                 )
 
 

@@ -19,7 +19,9 @@ from minipaged.engine.memory import Memory
 from minipaged.engine.sequence import Request, RequestState
 from minipaged.scheduling import Costs, RequestView
 
-TOO_LATE = "the question is over, and things have changed; look while it is asked"
+TOO_LATE = (
+    "read too late: the policy's method has returned, and the engine has changed since; read it within the method"
+)
 
 
 def view_of(request: Request, blocks: Memory) -> RequestView:

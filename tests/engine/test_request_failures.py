@@ -181,7 +181,7 @@ def test_a_token_that_has_no_text_ends_those_that_choose_it_and_those_whose_prom
         )
     }
     assert errors.keys() == decoded_it
-    assert all(f"KeyError: {token}; see that the tokenizer is this model's" in error for error in errors.values())
+    assert all(f"KeyError: {token}; check that the tokenizer is this model's" in error for error in errors.values())
 
 
 def test_with_the_tokenizer_of_another_model_every_request_fails() -> None:

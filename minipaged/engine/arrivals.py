@@ -1,5 +1,7 @@
-"""Requests that arrive: the checks that one must pass (each error names the value, the limit and the way out), and how
-a Request is made."""
+"""Arriving requests: the checks that one must pass, and how a Request is made from one that does.
+
+Every error names the value, the limit and the way out.
+"""
 
 from __future__ import annotations
 
@@ -206,8 +208,7 @@ def tokens_of_words(words: Sequence[str], encode: Encode | None, vocab_size: int
 
 
 def check_priority(priority: int, policy: Policy) -> None:
-    """Raise InvalidRequest unless it is a whole number, and 0 (the default) if the policy does not look at
-    priorities."""
+    """Raise InvalidRequest for a priority that is no whole number, or that the policy would ignore (other than 0)."""
     if isinstance(priority, bool) or not isinstance(priority, Integral):
         raise InvalidRequest(f"priority is {priority!r}; it must be a whole number, and the smaller, the earlier")
     if priority and not looks_at_priority(policy):

@@ -32,8 +32,8 @@ class AskedPolicy:
         self.settle: Callable[[], None] = lambda: None
         """Called before running requests are shown to `admit`: brings their tables up to date (`steady.py`)."""
         self._nobody: tuple[Policy, int, int, int] | None = None
-        """The policy, room, free blocks and tokens left when no request was last admitted; None once the queues have
-        changed."""
+        """The policy, room, free blocks and tokens left when it last admitted no request; None once the queues
+        change."""
 
     def queues_changed(self, moved: Iterable[Request]) -> None:
         """Note that the queues have changed. The views of the requests in `moved` are out of date."""
@@ -53,7 +53,7 @@ class AskedPolicy:
             )
 
     def share_tokens(self, running: Sequence[Request], wholes: list[ScheduledRequest]) -> Mapping[str, int]:
-        """Return the policy's number of tokens for each running request, for a batch too small for all of them."""
+        """Return the policy's tokens for each running request. Called if one batch has too few for all of them."""
         given = self.policy.share_tokens([view_of(request, self._blocks) for request in running])
         if not isinstance(given, Mapping):
             self._broken("share_tokens", f"{given!r}; it must return a dict, request_id -> tokens")
@@ -77,8 +77,10 @@ class AskedPolicy:
         return given
 
     def victim(self, running: Sequence[Request]) -> Request:
-        """Return the request that the policy preempts. (A request that runs alone never has to be: it fits, or it would
-        have been refused.)"""
+        """Return the running request that the policy preempts.
+
+        A request that runs alone is never preempted: it fits, or it would have been refused when it arrived.
+        """
         if len(running) < 2:
             raise InvariantViolation(
                 Invariant.LIVENESS,
@@ -124,8 +126,7 @@ class AskedPolicy:
         return self._check_entering(names, waiting, room, num_free, tokens_left)
 
     def _said_nobody(self, room: int, num_free: int, tokens_left: int) -> bool:
-        """Whether the policy has already admitted none of these waiting requests when there was at least as much
-        room."""
+        """Whether the policy has already declined all of these waiting requests, with as much room as now or more."""
         if self._nobody is None or self._blocks.prefix_cache:  # the cache may have more blocks by now
             return False
         policy, *then = self._nobody
@@ -177,8 +178,8 @@ class AskedPolicy:
         return [known(request) or self._waiting_view(request) for request in waiting]
 
     def _waiting_view(self, request: Request) -> RequestView:
-        """The view of a waiting request. It stays valid until the request is admitted, except for what the prefix cache
-        has of it."""
+        """The view of a waiting request. Until its admission only the blocks it finds in the prefix cache can
+        change."""
         view = self._views.get(request)
         if view is None or (view.counted and self._blocks.prefix_cache):
             view = WaitingView(request, self._blocks, lambda view: self._views.get(request) is view)

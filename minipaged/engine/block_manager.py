@@ -62,7 +62,7 @@ class BlockManager(Memory):
         self.num_entries = 0
         """Block-table entries of all tables on the device."""
         self.num_tokens = 0
-        """Slots that these entries fill."""
+        """Slots filled by all tables on the device."""
         self._swap_out: list[CopyPair] = []  # block moves since the last `take_moves`
         self._swap_in: list[CopyPair] = []
         self._copy: list[CopyPair] = []
@@ -84,8 +84,8 @@ class BlockManager(Memory):
         return self.prefix_cache.num_evictable if self.prefix_cache else 0
 
     def blocks_needed(self, work: Sequence[tuple[SequenceState, int]]) -> int:
-        """The blocks to take for this work of one request: the number of tokens for each sequence. Copies are
-        included."""
+        """The blocks that this work of one request takes, copies included. `work`: each sequence with its number of
+        tokens."""
         needed = sum(sequence.table.blocks_needed(num_tokens) for sequence, num_tokens in work)
         if len(work) < 2:
             return needed
@@ -120,8 +120,7 @@ class BlockManager(Memory):
         return needed
 
     def _shared_blocks(self, sequence: SequenceState, sibling: SequenceState) -> int:
-        """The number of full blocks at the start that both sequences have in common; at least one token is left to
-        run."""
+        """The number of full blocks with which both sequences begin; `sequence` keeps at least one token to run."""
         most = min(len(sequence.tokens) - 1, len(sibling.tokens))
         common = min(most, len(sequence.tokens) - len(sequence.output_token_ids))  # the prompt is the same
         while common < most and sequence.tokens[common] == sibling.tokens[common]:
@@ -189,7 +188,7 @@ class BlockManager(Memory):
         self._emit(SequenceForked(request.request_id, parent.sequence_id, child.sequence_id))
 
     def publish(self, sequence: SequenceState, num_tokens: int) -> None:
-        """Add the blocks newly filled by the sequence's first `num_tokens` tokens to the prefix cache.
+        """Add to the prefix cache the blocks newly filled by the sequence's first `num_tokens` tokens.
 
         The table may have more slots: those of the step in flight, whose tokens are not all known or computed yet.
         """

@@ -19,8 +19,8 @@ MEMBERS = ("num_blocks", "num_free", "allocate", "share", "free", "ref_count", "
 
 
 class CheckedAllocator(BlockAllocator):
-    """A wrapper around any object with the single-block members, checked after each call. The `*_many` methods are the
-    base class's."""
+    """A wrapper around an object with the single-block methods, checked after each call. It inherits the `*_many`
+    methods."""
 
     def __init__(self, num_blocks: int, make: Callable[[int], Any]) -> None:
         """Make the allocator to be checked, as `make(num_blocks)`."""

@@ -44,7 +44,7 @@ class Committer:
         clock: Callable[[], float],
     ) -> None:
         self.updates: list[RequestUpdate] = []
-        """Updates of requests that no call has taken yet."""
+        """Updates that `Engine.take_updates` has not returned yet."""
         self._num_generated = 0
         self._requests = requests
         self._scheduler = scheduler
@@ -78,8 +78,7 @@ class Committer:
             self.cut_short(scheduled.request, "error", str(error))
 
     def _commit_request(self, step: LaunchedStep, scheduled: ScheduledRequest, choices: list[Sampled]) -> None:
-        """Commit one request's part, or raise RequestFailed. K/V that led to logits that are not finite are never
-        published."""
+        """Commit one request's part, or raise RequestFailed. K/V that led to invalid logits are never published."""
         request = scheduled.request
         if request.prompt_logprobs is not None and request.state is not RequestState.FINISHED:
             self._keep_prompt_logprobs(step, scheduled, request.prompt_logprobs)
@@ -167,8 +166,8 @@ class Committer:
     def _finish_reason(
         self, request: Request, sequence: SequenceState, token: int
     ) -> tuple[FinishReason | None, int | str | None]:
-        """Return why the sequence ends with its next token (or None), and the stop token or string. Adds the token to
-        its text."""
+        """Add the next token to the sequence's text. Returns why the sequence ends with it (or None), and at which
+        stop."""
         params = request.params
         assert isinstance(params, SamplingParams)
         may_stop = len(sequence.output_token_ids) + 1 >= params.min_tokens
@@ -216,11 +215,10 @@ class Committer:
     # --- Sequences --------------------------------------------------------------------------------
 
     def _fork(self, request: Request, parents: list[tuple[SequenceState, int]]) -> list[SequenceState]:
-        """Return a child of each parent (one may occur twice) that shares all its blocks. If one fork fails, all are
+        """Fork a child from each parent, sharing all its blocks; a parent may occur twice. If one fork fails, all are
         undone.
 
-        The number beside a parent is the index of the choice that becomes the child's newest token (LOGITS: none of
-        them).
+        The number with each parent says which of its choices is the child's newest token (LOGITS: none of them).
         """
         children: list[SequenceState] = []
         try:

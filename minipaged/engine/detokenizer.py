@@ -211,8 +211,7 @@ def _known_part(text: str) -> str:
 
 
 def find_stop(text: str, num_added: int, stop: Sequence[str]) -> tuple[int, str] | None:
-    """Return (position, string) of the earliest stop string that ends within the last `num_added` characters, or
-    None."""
+    """Return (position, string) of the earliest stop string ending in the last `num_added` characters, or None."""
     found = [
         (position, string)
         for string in stop

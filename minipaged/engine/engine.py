@@ -257,8 +257,7 @@ class Engine:
             self._steady.stop()
 
     def _finish_step(self, step: LaunchedStep) -> None:
-        """Emit that the step has finished. Steps may overlap, so its seconds begin at its launch or at the last commit,
-        whichever is later."""
+        """Emit that the step has finished. Its seconds begin at its launch, or at the last commit if that was later."""
         now = self._clock()
         seconds, self._last_commit = now - max(step.started, self._last_commit), now
         num_generated = self._committer.take_num_generated()
@@ -270,7 +269,7 @@ class Engine:
             self._finish_step(step)
 
     def _recover(self, error: BaseException) -> None:
-        """Recover from an error within a step: no request is lost, and K/V that may be incomplete are dropped
+        """Recover from an error within a step: no request is lost; K/V that may be incomplete are dropped
         (`recovery.py`)."""
         self._leave_short_way()
         if self._ahead:

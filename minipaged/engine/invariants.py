@@ -11,8 +11,10 @@ from minipaged.errors import Invariant, InvariantViolation
 
 
 def check_exclusive_writes(work: Iterable[tuple[SequenceState, int]], blocks: Memory) -> None:
-    """Raise InvariantViolation if one of a sequence's latest `num_tokens` slots is in a block with more than one
-    holder."""
+    """Raise InvariantViolation if a slot about to be written is in a block with more than one holder.
+
+    `work`: each sequence with the number of its latest slots, which the step writes.
+    """
     for sequence, num_tokens in work:
         stop = sequence.table.num_tokens
         slots = sequence.table.slot_mapping(stop - num_tokens, stop)

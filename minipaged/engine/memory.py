@@ -48,7 +48,7 @@ class Memory(ABC):
     num_entries: int = 0
     """Block-table entries of all tables on the device."""
     num_tokens: int = 0
-    """Slots that these entries fill."""
+    """Slots filled by all tables on the device."""
 
     # --- How much room there is -------------------------------------------------------------------
 
@@ -91,7 +91,7 @@ class Memory(ABC):
         return shared + request.num_sequences * (each - shared)
 
     def can_admit(self, request: Request, spare: int = 0) -> AllocStatus:
-        """Whether the blocks for everything the request has to run are available, and `spare` more."""
+        """Whether there are enough blocks for everything the request has to run, and `spare` blocks more."""
         if self.most_blocks(request) > self.allocator.num_blocks:
             return AllocStatus.NEVER
         return AllocStatus.OK if self.blocks_to_admit(request) + spare <= self.num_available else AllocStatus.LATER
@@ -102,8 +102,8 @@ class Memory(ABC):
 
     @abstractmethod
     def blocks_needed(self, work: Sequence[tuple[SequenceState, int]]) -> int:
-        """The blocks to take for this work of one request: the number of tokens for each sequence. Copies are
-        included."""
+        """The blocks that this work of one request takes, copies included. `work`: each sequence with its number of
+        tokens."""
 
     # --- Tables that grow and go -------------------------------------------------------------------
 
@@ -116,8 +116,10 @@ class Memory(ABC):
         """Start an empty table with blocks that are already computed, if there are any."""
 
     def load(self, request: Request) -> None:  # noqa: B027
-        """Start the first table of an admitted request, if it is empty, with blocks that other engines have computed.
-        Enough blocks are available."""
+        """Start an admitted request's first table, if empty, with blocks that other engines have computed.
+
+        Enough blocks are available for the whole request.
+        """
 
     @abstractmethod
     def append(self, sequence: SequenceState, num_tokens: int) -> None:
@@ -133,8 +135,7 @@ class Memory(ABC):
         """Let `child`, whose table is empty, hold the tokens that `parent` holds. Raises OutOfBlocks."""
 
     def publish(self, sequence: SequenceState, num_tokens: int) -> None:  # noqa: B027
-        """Let others find the K/V of the sequence's first `num_tokens` tokens, which are computed. Called only if there
-        is a `prefix_cache`."""
+        """Let others find the computed K/V of the sequence's first `num_tokens` tokens. Needs a `prefix_cache`."""
 
     @abstractmethod
     def free(self, sequence: SequenceState) -> None:

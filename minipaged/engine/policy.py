@@ -33,15 +33,13 @@ class FirstComeFirstServed:
         self.costs = costs
 
     def turn(self, request: RequestView) -> tuple[float, ...]:
-        """The request's place in the order: smaller comes first. It never changes for a request, and no two share
-        it."""
+        """The request's place in the order: smaller comes first. It never changes, and no two requests share it."""
         return (request.arrival,)
 
     # --- Who can be served at all -----------------------------------------------------------------
 
     def fits(self, request: RequestView) -> bool:
-        """Whether the request could be served if it had the whole pool to itself. If not, it could NEVER be
-        admitted."""
+        """Whether the request could be served if it had the whole pool to itself. If not, it is refused: NEVER."""
         return request.num_sequences <= self.max_sequences and self.most_blocks(request) <= self.num_blocks
 
     def most_blocks(self, request: RequestView) -> int:
@@ -76,7 +74,7 @@ class FirstComeFirstServed:
         return "swap" if request.num_blocks <= host_free and self.price(request) < 0 else "recompute"
 
     def price(self, request: RequestView) -> float:
-        """The seconds that swapping costs more than recomputing."""
+        """The extra seconds that swapping takes compared with recomputing (below 0 if it is faster)."""
         return swap_seconds(self.costs, request.num_blocks) - recompute_seconds(self.costs, request.num_tokens)
 
     def admit(
@@ -104,8 +102,8 @@ class FirstComeFirstServed:
         return admitted
 
     def soon(self, request: RequestView, num_blocks: int) -> int:
-        """The blocks that a request holding `num_blocks` will ask for next: one per sequence, unless it can need no
-        more."""
+        """The blocks that a request holding `num_blocks` will want next: one per sequence, but no more than it can
+        need."""
         return max(0, min(request.num_sequences, self.most_blocks(request) - num_blocks))
 
 

@@ -32,8 +32,7 @@ def _of_prompt(request: Request) -> tuple[dict[int, float] | None, ...] | None:
 
 
 def _news(sequence: SequenceState) -> CompletionUpdate:
-    """The update of one sequence. There is one per step and sequence, nearly always of one token, so this has to be
-    fast."""
+    """The update of one sequence, nearly always a single token. Called per step and sequence, so it must be fast."""
     token_ids, since = sequence.output_token_ids, sequence.num_reported
     sequence.num_reported = count = len(token_ids)
     return CompletionUpdate(

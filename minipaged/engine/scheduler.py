@@ -114,7 +114,7 @@ class Scheduler:
     def schedule(self, ahead: Plan | None = None, lane: int = 0) -> Plan:
         """Plan the next step and take the blocks for it. `ahead`: the plan that `assign_ahead` has already made.
 
-        The step runs another lane than `lane` if all requests of that lane had to be preempted.
+        If every request of `lane` had to be preempted, the step runs another lane.
         """
         plan, preempted = ahead or self._assign(lane), False
         while ahead is None and (short := self._blocks_short(plan)) > 0:
@@ -180,8 +180,8 @@ class Scheduler:
         return ScheduledRequest(request, [(sequence, n - 1)], completes=False)
 
     def _part(self, whole: ScheduledRequest, num_tokens: int) -> ScheduledRequest:
-        """The part of `whole` that fits in `num_tokens`: all of it; else a chunk of the first sequence that is behind,
-        or nothing."""
+        """The part of `whole` that fits in `num_tokens`: all of it, or a chunk of its first sequence that is behind (or
+        nothing)."""
         if whole.num_query_tokens <= num_tokens:
             return whole
         behind = [(sequence, n) for sequence, n in whole.request.remaining() if n > 1]

@@ -61,12 +61,11 @@ class SequenceState:
     num_steps: int = 0
     """The number of steps in which it held blocks (for stats)."""
     token_steps: int = 0
-    """The tokens that its blocks held, summed over those steps (for stats)."""
+    """The tokens that its blocks held, summed over the steps (for stats)."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     detokenizer: Detokenizer | None = None
-    """The text so far. If its user does not read along and there are no stop strings, it is made when the sequence
-    ends."""
+    """The text so far. It is made only when the sequence ends if no update and no stop string needs it earlier."""
     num_reported: int = 0
     """The number of output tokens that updates of the request have included."""
 
@@ -115,8 +114,7 @@ class Request:
     decode: Decode | None = None
     """Turns its tokens into text."""
     prompt_logprobs: list[dict[int, float]] | None = None
-    """Log-probabilities of the prompt's tokens after the first, as far as they are known; None unless the request wants
-    them."""
+    """Log-probabilities of the prompt's tokens after the first, as far as known; None if the request wants none."""
     done: list[SequenceState] = field(default_factory=list)
     num_done_reported: int = 0
     """The number of sequences in `done` whose end an update has reported."""
@@ -143,8 +141,7 @@ class Request:
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Whether it may use the prefix cache. It may not while it needs its prompt's log-probabilities, which come
-        from computing the prompt."""
+        """Whether it may use the prefix cache: not before its prompt's log-probabilities, if wanted, are computed."""
         return self.prompt_logprobs is None or self.prompt_computed
 
     def remaining(self) -> list[tuple[SequenceState, int]]:
@@ -168,8 +165,7 @@ class Request:
         return not all(self.ends_by_length(sequence) for sequence in self.sequences)
 
     def filled_slots(self, block_size: int) -> dict[int, int]:
-        """The number of filled slots of each block that its sequences hold. Every block occurs once, in order of first
-        use."""
+        """The filled slots of each block that its sequences hold, as block -> number, in order of first use."""
         filled: dict[int, int] = {}
         for sequence in self.sequences:
             for logical, block in enumerate(sequence.table.blocks):

@@ -40,8 +40,7 @@ from minipaged.events import (
 
 
 class StepUsage(NamedTuple):
-    """The fields of a StepScheduled without the step's number: counted in each step, and emitted if there are
-    listeners."""
+    """The fields of a StepScheduled without the step's number: counted in each step, and emitted for listeners."""
 
     num_sequences: int
     num_tokens: int
@@ -112,7 +111,7 @@ class Stats:
 
     @property
     def share_saved(self) -> float:
-        """Blocks saved by sharing / blocks without sharing (paper, Fig. 15), over all steps."""
+        """The share of blocks saved by sharing (paper, Fig. 15), over all steps: saved / held without sharing."""
         return 1 - self.block_steps / self.table_entry_steps if self.table_entry_steps else 0.0
 
     def on_event(self, event: Event) -> None:

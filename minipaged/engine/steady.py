@@ -41,8 +41,7 @@ class Batch:
     """The sequences of a lane that go on decoding, each with one more token per step."""
 
     def __init__(self, plan: Plan, blocks: Memory, in_flight: int) -> None:
-        """`plan`: the plan of the lane's latest step. `in_flight`: the number of the lane's steps whose tokens are not
-        known yet."""
+        """`plan`: the lane's latest plan. `in_flight`: how many of the lane's steps have tokens not known yet."""
         self.plan = plan
         self.needs_tokens = any(part.request.needs_tokens_on_host() for part in plan.scheduled)
         """Whether the host must know a step's tokens before it can write the next step."""
@@ -77,7 +76,7 @@ class Batch:
         return len(self._due.get(self._num_launched + 1, ()))
 
     def advance(self, emit: Emit) -> None:
-        """Take slots for one more step. If a block cannot be had, the sequences before have their slots, as on the long
+        """Take slots for one more step. If a block is missing, earlier sequences keep their slots, as on the long
         way."""
         launch, num_sequences = self._num_launched + 1, len(self.sequences)
         due = sorted(self._due.pop(launch, ()))
@@ -185,8 +184,7 @@ class Steady:
         return step
 
     def assign_ahead(self, lane: int, before: LaunchedStep | None = None) -> Plan | None:
-        """Return the lane's next plan; None if it cannot be launched yet. `before`: the lane's step in flight, if
-        any."""
+        """Return the lane's next plan; None if it cannot be launched yet. `before`: the lane's step in flight."""
         if batch := self._going_on(lane, in_flight=int(before is not None)):
             if before and batch.needs_tokens:
                 return None

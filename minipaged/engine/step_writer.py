@@ -118,8 +118,7 @@ class StepWriter:
         return Begun(sequence.sequence_id, tuple(sequence.tokens), num_prompt, blocks, sampling)
 
     def _compare(self, rows: list[Row]) -> tuple[tuple[int, ...], tuple[Row, ...]]:
-        """Return the sequences whose rows do not go on from the step before, and the rows that come after those that
-        do."""
+        """Return the sequences whose row of the last step does not go on, and the rows to add after those that do."""
         ended, left_out, goes_on = set(self._ended), [], 0
         for sequence, start, num_tokens, num_choices in self._rows:
             if not num_choices or sequence in ended:

@@ -71,8 +71,7 @@ class _Uncounted(RequestView):
 
 
 class WaitingView(_Uncounted):
-    """A waiting request. Its blocks are counted when they are first read: with a prefix cache, by looking up the
-    prompt."""
+    """A waiting request. Its blocks are counted when first read: with a prefix cache, that looks up the prompt."""
 
     _request: Request
     _blocks: Memory
@@ -132,8 +131,7 @@ class LateViews(Sequence[RequestView]):
 
 
 class LateCosts(Costs):
-    """A runner's costs. They are requested from the runner when one is first read, because it may have to measure
-    them."""
+    """A runner's costs, requested from it when one is first read: the runner may have to measure them."""
 
     _runner: Runner
 

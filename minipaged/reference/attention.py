@@ -28,8 +28,7 @@ from minipaged.reference.kv_cache import Array, KVCache
 
 
 def attend(query: Array, kv_cache: KVCache, layer: int, blocks: Array, position: int, scale: float) -> Array:
-    """Attention output [heads, head_dim] of one query [heads, head_dim] at `position`, read through its sequence's
-    blocks."""
+    """Attention of one query [heads, head_dim] at `position`, over its sequence's blocks. Returns [heads, head_dim]."""
     heads, block_size = len(query), kv_cache.block_size
     group = heads // kv_cache.num_kv_heads  # query heads that share one key/value head
     m = np.full(heads, -np.inf, query.dtype)  # [heads]

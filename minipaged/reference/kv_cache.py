@@ -150,8 +150,7 @@ class KVCache:
         return k.reshape(shape), v.reshape(shape)  # [seqs, n * block_size, kv_heads, head_dim] each
 
     def copy(self, pairs: Sequence[CopyPair]) -> None:
-        """Copy blocks within the device's pool, for copy-on-write. A destination must not be a source, nor appear
-        twice."""
+        """Copy blocks within the device's pool, for copy-on-write. Destinations are distinct, and none is a source."""
         both = {source for source, _ in pairs} & {destination for _, destination in pairs}
         if both:
             raise ValueError(f"block {min(both)} is both copied from and copied to; do it in two calls")

@@ -17,9 +17,9 @@ TILE = 2**18
 """Weights of a packed matrix expanded at a time: 1 MB, which stays in a processor's cache."""
 
 FEW = 64
-"""The largest number of tokens for which the result is stored column by column. For more tokens, a result stored row by
-row saves an eighth of the processor's time (a prompt of 512): all sums and norms between products then run along rows.
-"""
+"""Up to this number of tokens, a result is stored column by column. For more tokens it is stored row by row, because
+the sums and norms between products then run along rows: an eighth of the processor's time is saved (a prompt of
+512)."""
 
 
 def linear(x: Array, weight: Weight) -> Array:

@@ -181,8 +181,7 @@ def smallest_kept(scaled: FloatArray, params: SamplingParams) -> float:
 
 
 def largest(values: FloatArray, count: int) -> NDArray[np.intp]:
-    """Indices of the `count` largest of `values` [n], largest first; ties go to the lower index. All n, if n <
-    count."""
+    """Indices of the `count` largest (or all) of `values` [n], largest first; ties go to the lower index."""
     count = min(count, len(values))
     if count == 0:
         return np.zeros(0, dtype=np.intp)

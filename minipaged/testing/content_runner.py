@@ -98,8 +98,10 @@ class CheckedMirror(Mirror):
         return inputs
 
     def _compare(self, engine: Engine, lane: int) -> None:
-        """Raise InvariantViolation unless they agree. (Sequences that have not run, or not since an error, are not
-        mirrored.)"""
+        """Raise InvariantViolation unless mirror and engine agree.
+
+        Sequences that have not run yet, or not since an error, are not in the mirror.
+        """
         requests = (*engine.scheduler.running, *engine.scheduler.waiting)
         theirs = {sequence.sequence_id: sequence for request in requests for sequence in request.sequences}
         for number, mine in self.sequences.items():
@@ -164,7 +166,7 @@ class ContentRunner(MirroredRunner):
         self.device: list[list[Prefix | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.host: list[list[Prefix | None]] = [[None] * block_size for _ in range(num_swap_blocks)]
         self.prompt_logits: dict[int, list[Any]] = {}
-        """By sequence: logits of the prompt from which log-probabilities are still to be reported."""
+        """Prompt logits by sequence, kept until their log-probabilities are reported."""
         self.engine: Engine | None = None
         """The engine whose sequences the mirror is compared with. Set by the test."""
         self.model = model or numpy_model()
@@ -186,8 +188,7 @@ class ContentRunner(MirroredRunner):
         return self.compute(self.take(batch))
 
     def take(self, batch: Batch) -> list[GivenRow]:
-        """Return copies of the rows when a batch is handed over. `batch`: all rows of the step, or some of the
-        first."""
+        """Return copies of the rows when a batch is handed over. `batch`: all rows of the step, or the first few."""
         given = []
         for row, of in zip(self.mirror.rows, batch, strict=False):
             before = self.mirror.sequences[row.sequence].token_ids(0, row.start)

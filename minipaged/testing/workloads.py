@@ -49,8 +49,7 @@ class Workload:
 
 
 def random_workload(seed: int) -> Workload:
-    """Make a workload with small pools, shared prefixes and every kind of preemption: the cases in which block managers
-    go wrong."""
+    """Make a workload of small pools, shared prefixes and mixed settings, where block managers go wrong."""
     r = random.Random(seed)
     block_size = r.choice([1, 2, 3, 4, 4, 8, 16])
     vocab_size = r.choice([5, 11, 37])
@@ -202,8 +201,7 @@ class WorkloadRun:
         raise AssertionError(f"liveness: requests are unfinished after {max_steps} steps")
 
     def advance(self, now: int) -> bool:
-        """Add and cancel the requests that are due before step `now`, then run that step. Returns False when all is
-        done."""
+        """Add and cancel the requests due before step `now`, then run that step. Returns False when all is done."""
         for name, request in self.named_requests():
             if request.arrives == now:
                 try:
@@ -283,8 +281,7 @@ class WorkloadRun:
 
 
 def all_sound(outputs: list[RequestOutput]) -> list[RequestOutput]:
-    """Return the outputs of a model with a student's part. Raises BadLogits if that part led to logits that are not
-    finite."""
+    """Return the outputs of a model with a student's part. Raises BadLogits if that part gave invalid logits."""
     for output in outputs:
         if output.error is not None:
             raise BadLogits(output.error)
@@ -362,8 +359,7 @@ def _alone(
     vocab_size: int,
     model: FakeModel,
 ) -> list[list[int]]:
-    """Return the outputs, of at most `most` tokens. They are cached, because many tests run a workload in several
-    ways."""
+    """Return the outputs, of at most `most` tokens. They are cached: many tests run a workload in several ways."""
 
     def logits(*outputs: list[int]) -> Logits:
         rows = [model.logits([*prompt, *output], vocab_size) for output in outputs]

@@ -25,6 +25,5 @@ POLICIES: dict[str, MakePolicy] = {
 
 
 def looks_at_priority(policy: Policy) -> bool:
-    """Whether priorities may make a difference to this policy. A policy of the user's own counts as one that looks at
-    them."""
+    """Whether priorities may make a difference to this policy; assumed of any policy that is not the engine's."""
     return type(policy) not in (FirstComeFirstServed, ShortestFirst)

@@ -17,8 +17,7 @@ Turn = float | tuple[float, ...]
 
 
 class InTurn(FirstComeFirstServed):
-    """The policy in which `by(request, now)` is a request's turn. `clock`: the engine's; `arrival_time` is on the same
-    clock."""
+    """A policy in which `by(request, now)` is a request's turn. `clock`: the engine's clock, as for `arrival_time`."""
 
     def __init__(self, *settings: Any, by: Callable[[RequestView, float], Turn], clock: Callable[[], float]) -> None:
         super().__init__(*settings)

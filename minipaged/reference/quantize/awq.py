@@ -66,8 +66,8 @@ def awq_scales(weights: Sequence[Array], hessian: Array, mean_abs: Array, recipe
 def awq_clipped(weight: Array, hessian: Array, recipe: Recipe) -> Grouped:
     """Quantize weight [out, in]: round to nearest, on the best of the shrunk grids of each group.
 
-    `hessian` [in, in]: as above, for the inputs that these weights multiply. Raises ModelError if no grid's steps fit
-    float16.
+    `hessian` [in, in]: X.T X of the inputs X of these weights, or any multiple. Raises ModelError if no grid's steps
+    fit float16.
     """
     num_outputs, num_inputs = weight.shape
     size = recipe.size(num_inputs)

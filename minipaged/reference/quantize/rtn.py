@@ -83,7 +83,7 @@ def rtn(weight: Array, recipe: Recipe) -> Grouped:
 
 
 def packed(codes: Array, grid: Grid, recipe: Recipe, group_index: Array | None = None) -> Grouped:
-    """Return codes [out, in] and a grid with an entry per output and group as a stored matrix.
+    """Pack codes [out, in] and their grid, which has an entry per output and group, into a stored matrix.
 
     `group_index` [in]: the group of each input, if groups are not made of neighbouring inputs.
     """

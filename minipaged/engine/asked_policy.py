@@ -178,8 +178,7 @@ class AskedPolicy:
         return [known(request) or self._waiting_view(request) for request in waiting]
 
     def _waiting_view(self, request: Request) -> RequestView:
-        """The view of a waiting request. Until its admission only the blocks it finds in the prefix cache can
-        change."""
+        """The view of a waiting request. Until admission, only the blocks it finds in the prefix cache can change."""
         view = self._views.get(request)
         if view is None or (view.counted and self._blocks.prefix_cache):
             view = WaitingView(request, self._blocks, lambda view: self._views.get(request) is view)

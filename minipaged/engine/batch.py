@@ -51,7 +51,7 @@ class ScheduledRequest:
 
 @dataclass(slots=True, eq=False)
 class Plan:
-    """What one step runs. (The block manager has the block moves that precede it.)"""
+    """The work of one step. (The block manager has the block moves that precede it.)"""
 
     scheduled: list[ScheduledRequest]
     lane: int = 0

@@ -84,8 +84,7 @@ class BlockManager(Memory):
         return self.prefix_cache.num_evictable if self.prefix_cache else 0
 
     def blocks_needed(self, work: Sequence[tuple[SequenceState, int]]) -> int:
-        """The blocks that this work of one request takes, copies included. `work`: each sequence with its number of
-        tokens."""
+        """The blocks that this work of one request takes, copies included. `work`: sequences with numbers of tokens."""
         needed = sum(sequence.table.blocks_needed(num_tokens) for sequence, num_tokens in work)
         if len(work) < 2:
             return needed

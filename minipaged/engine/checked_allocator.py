@@ -19,8 +19,7 @@ MEMBERS = ("num_blocks", "num_free", "allocate", "share", "free", "ref_count", "
 
 
 class CheckedAllocator(BlockAllocator):
-    """A wrapper around an object with the single-block methods, checked after each call. It inherits the `*_many`
-    methods."""
+    """A wrapper around an object with the single-block methods, which checks it after each call."""
 
     def __init__(self, num_blocks: int, make: Callable[[int], Any]) -> None:
         """Make the allocator to be checked, as `make(num_blocks)`."""

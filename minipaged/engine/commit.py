@@ -166,7 +166,7 @@ class Committer:
     def _finish_reason(
         self, request: Request, sequence: SequenceState, token: int
     ) -> tuple[FinishReason | None, int | str | None]:
-        """Add the next token to the sequence's text. Returns why the sequence ends with it (or None), and at which
+        """Add the next token to the sequence's text. Returns why the sequence ends here (or None), and at which
         stop."""
         params = request.params
         assert isinstance(params, SamplingParams)

@@ -11,7 +11,7 @@ from minipaged.events import EngineStarted, Event, Listener, StepFinished, StepS
 
 
 class EventQueue:
-    """The object that the parts of an engine call with each event (`events.Emit`)."""
+    """A callable that the parts of an engine call with each event (`events.Emit`)."""
 
     def __init__(self, stats: Stats, listeners: Iterable[Listener]) -> None:
         self.listeners = list(listeners)

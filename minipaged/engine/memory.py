@@ -1,5 +1,4 @@
-"""The memory of an engine: which sequence holds which blocks. This interface is all that scheduler, commit and checks
-use.
+"""The memory of an engine: which sequence holds which blocks. Scheduler, commit and checks use only this interface.
 
 `BlockManager` (`block_manager.py`) is the engine's own memory: paging. Another one, `Engine(memory=...)`, may hand out
 blocks by other rules. One such rule is contiguous reservation: a request gets one piece for all that it may ever hold.
@@ -102,8 +101,7 @@ class Memory(ABC):
 
     @abstractmethod
     def blocks_needed(self, work: Sequence[tuple[SequenceState, int]]) -> int:
-        """The blocks that this work of one request takes, copies included. `work`: each sequence with its number of
-        tokens."""
+        """The blocks that this work of one request takes, copies included. `work`: sequences with numbers of tokens."""
 
     # --- Tables that grow and go -------------------------------------------------------------------
 

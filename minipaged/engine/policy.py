@@ -102,7 +102,7 @@ class FirstComeFirstServed:
         return admitted
 
     def soon(self, request: RequestView, num_blocks: int) -> int:
-        """The blocks that a request holding `num_blocks` will want next: one per sequence, but no more than it can
+        """The blocks that a request holding `num_blocks` will want next: one per sequence, up to the most it can
         need."""
         return max(0, min(request.num_sequences, self.most_blocks(request) - num_blocks))
 

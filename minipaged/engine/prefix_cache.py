@@ -85,8 +85,7 @@ class PrefixCache:
             self._evictable.pop(block, None)
 
     def released(self, blocks: Iterable[int]) -> None:
-        """Note that a sequence gave up these blocks, last one first. Blocks that only the cache holds become
-        evictable."""
+        """Note that a sequence gave up these blocks, last first. Blocks that only the cache holds become evictable."""
         for block in blocks:
             if block in self._hash_of and self._allocator.ref_count(block) == 1:
                 self._evictable[block] = None
@@ -121,8 +120,7 @@ class PrefixCache:
     def _chain(
         self, tokens: Sequence[int], start: int, stop: int, key: int
     ) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-        """Yield (number, hash, tokens) of logical blocks start to stop - 1. `key`: the hash of the block before
-        them."""
+        """Yield (number, hash, tokens) of logical blocks start to stop - 1. `key`: the hash of the preceding block."""
         return hash_blocks(tokens, self.block_size, start, stop, key, self._chain_hash)
 
     def evict(self, num_blocks: int) -> list[int]:

@@ -180,8 +180,8 @@ class Scheduler:
         return ScheduledRequest(request, [(sequence, n - 1)], completes=False)
 
     def _part(self, whole: ScheduledRequest, num_tokens: int) -> ScheduledRequest:
-        """The part of `whole` that fits in `num_tokens`: all of it, or a chunk of its first sequence that is behind (or
-        nothing)."""
+        """The part of `whole` that fits in `num_tokens`: all of it, or a chunk of its first sequence behind, or
+        nothing."""
         if whole.num_query_tokens <= num_tokens:
             return whole
         behind = [(sequence, n) for sequence, n in whole.request.remaining() if n > 1]

@@ -141,7 +141,7 @@ class Request:
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Whether it may use the prefix cache: not before its prompt's log-probabilities, if wanted, are computed."""
+        """Whether it may use the prefix cache: False while log-probabilities of its prompt are still to be computed."""
         return self.prompt_logprobs is None or self.prompt_computed
 
     def remaining(self) -> list[tuple[SequenceState, int]]:

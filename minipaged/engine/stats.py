@@ -111,7 +111,7 @@ class Stats:
 
     @property
     def share_saved(self) -> float:
-        """The share of blocks saved by sharing (paper, Fig. 15), over all steps: saved / held without sharing."""
+        """The share of blocks that sharing saved, over all steps (paper, Fig. 15)."""
         return 1 - self.block_steps / self.table_entry_steps if self.table_entry_steps else 0.0
 
     def on_event(self, event: Event) -> None:

@@ -76,8 +76,7 @@ class Batch:
         return len(self._due.get(self._num_launched + 1, ()))
 
     def advance(self, emit: Emit) -> None:
-        """Take slots for one more step. If a block is missing, earlier sequences keep their slots, as on the long
-        way."""
+        """Take slots for one more step. If a block is missing, earlier sequences keep theirs, as on the long way."""
         launch, num_sequences = self._num_launched + 1, len(self.sequences)
         due = sorted(self._due.pop(launch, ()))
         try:
@@ -227,8 +226,8 @@ class Steady:
         return LaunchedStep(step.number, started, plan, launcher.runner.run(step))
 
     def _memory_held(self) -> StepUsage:
-        """The result of `memory_use.memory_held`. Each sequence of a batch has written into its own last block, so
-        sequences share only full blocks."""
+        """The result of `memory_use.memory_held`. No two sequences share a last block, so all shared blocks are
+        full."""
         num_sequences = 0
         for batch in self._batches.values():
             batch.note_step()

@@ -118,7 +118,7 @@ class StepWriter:
         return Begun(sequence.sequence_id, tuple(sequence.tokens), num_prompt, blocks, sampling)
 
     def _compare(self, rows: list[Row]) -> tuple[tuple[int, ...], tuple[Row, ...]]:
-        """Return the sequences whose row of the last step does not go on, and the rows to add after those that do."""
+        """Compare with the last step's rows: return the sequences that do not go on, and the rows that are new."""
         ended, left_out, goes_on = set(self._ended), [], 0
         for sequence, start, num_tokens, num_choices in self._rows:
             if not num_choices or sequence in ended:

@@ -60,7 +60,7 @@ class BeamSearch(contracts.BeamSearch):
         _check_length_penalty(params.length_penalty, self._most_tokens)
 
     def step(self, logits: FloatArray, rows: Sequence[int], cumulative_logprobs: Sequence[float]) -> BeamStep:
-        """Continue each beam by one token; see the contract. Raises BadLogits if a largest logit is not finite."""
+        """Continue each beam by one token; see the contract. Raises BadLogits if a beam's peak logit is not finite."""
         assert self._generated < self._most_tokens, "the search is over: it had no survivors"
         width = self._params.beam_width
         candidates = self._candidates(logits, rows, cumulative_logprobs)

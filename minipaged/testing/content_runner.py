@@ -239,7 +239,7 @@ class ContentRunner(MirroredRunner):
         )
 
     def _read(self, sequence: int, blocks: Sequence[int], tokens: list[int]) -> list[int]:
-        """Return the tokens whose K/V are found: `tokens`, unless `on_wrong_read` tolerates a wrong read."""
+        """Return the tokens found in memory. They equal `tokens`, unless `on_wrong_read` let a wrong read pass."""
         read, prefix = list[int](), 0
         for position, token in enumerate(tokens):
             prefix = self.prefixes.extend(prefix, token)

@@ -59,7 +59,7 @@ class Plan:
     rows: list[Row] = field(default_factory=list)
     """The rows that the runner computes."""
     first_choices: list[int] = field(default_factory=list)
-    """For each of `scheduled`, the index of its first token among those that the step chooses."""
+    """The index, for each of `scheduled`, of its first token among those that the step chooses."""
 
     def __post_init__(self) -> None:
         self.num_query_tokens = sum(scheduled.num_query_tokens for scheduled in self.scheduled)

@@ -71,7 +71,7 @@ class BlockManager(Memory):
         self._writer = writer
         self._emit = emit
 
-    # --- How much room there is -------------------------------------------------------------------
+    # --- Available blocks -------------------------------------------------------------------------
 
     @property
     def num_available(self) -> int:

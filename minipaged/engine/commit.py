@@ -119,7 +119,7 @@ class Committer:
             raise RequestFailed("this runner cannot report log-probabilities of prompts; leave out prompt_logprobs")
 
     def _publish(self, step: LaunchedStep, scheduled: ScheduledRequest) -> None:
-        """Add blocks to the prefix cache whose tokens all have K/V now."""
+        """Publish to the prefix cache the blocks whose tokens all have K/V now."""
         if self._blocks.prefix_cache is None:
             return
         for i, (sequence, _) in enumerate(scheduled.work, scheduled.first_row):

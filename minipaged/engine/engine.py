@@ -112,7 +112,7 @@ class Engine:
             self._ahead = RunAhead(self._assign_ahead, self._launch, self._commit, self._requests)
         self._emit(EngineStarted(config.num_blocks, config.num_swap_blocks, config.block_size, config.max_model_len))
 
-    # --- What callers do --------------------------------------------------------------------------
+    # --- The methods of callers -------------------------------------------------------------------
 
     def add_request(
         self,

@@ -49,7 +49,7 @@ class Memory(ABC):
     num_tokens: int = 0
     """Slots filled by all tables on the device."""
 
-    # --- How much room there is -------------------------------------------------------------------
+    # --- Available blocks -------------------------------------------------------------------------
 
     @property
     def num_available(self) -> int:
@@ -103,7 +103,7 @@ class Memory(ABC):
     def blocks_needed(self, work: Sequence[tuple[SequenceState, int]]) -> int:
         """The blocks that this work of one request takes, copies included. `work`: sequences with numbers of tokens."""
 
-    # --- Tables that grow and go -------------------------------------------------------------------
+    # --- Tables: growing and giving back -----------------------------------------------------------
 
     @abstractmethod
     def new_table(self) -> BlockTable:

@@ -36,7 +36,7 @@ class FirstComeFirstServed:
         """The request's place in the order: smaller comes first. It never changes, and no two requests share it."""
         return (request.arrival,)
 
-    # --- Who can be served at all -----------------------------------------------------------------
+    # --- Requests that can be served at all -------------------------------------------------------
 
     def fits(self, request: RequestView) -> bool:
         """Whether the request could be served if it had the whole pool to itself. If not, it is refused: NEVER."""
@@ -107,7 +107,7 @@ class FirstComeFirstServed:
         return max(0, min(request.num_sequences, self.most_blocks(request) - num_blocks))
 
 
-# --- What the ways back cost (paper, section 4.5, Fig. 19) --------------------------------------------
+# --- Costs of both ways back (paper, section 4.5, Fig. 19) --------------------------------------------
 # Only this file computes them. Tiers and simulated machines only provide their `Costs`.
 
 

@@ -139,7 +139,7 @@ class Scheduler:
         """Whether the lane has a request to run, or one to admit."""
         return bool(self.lanes[lane].running or (self.waiting and self._entering(lane, self._max_tokens)))
 
-    # --- 1. Tokens for those that run -------------------------------------------------------------
+    # --- 1. Tokens for running requests -----------------------------------------------------------
 
     def _assign(self, lane: int) -> Plan:
         """Give each running request its tokens: first those that decode, then the others, both in order of arrival."""
@@ -188,7 +188,7 @@ class Scheduler:
         chunk = [(sequence, min(n - 1, num_tokens)) for sequence, n in behind[:1] if num_tokens > 0]
         return ScheduledRequest(whole.request, chunk, completes=False)
 
-    # --- 2. The blocks for them, and preemption ---------------------------------------------------
+    # --- 2. Blocks for these tokens, and preemption -----------------------------------------------
 
     def _blocks_short(self, plan: Plan) -> int:
         """The number of blocks missing to run this plan; 0 or less if there are enough."""

@@ -34,7 +34,7 @@ class StepWriter:
         self._changed: dict[SequenceState, int] = {}  # changed tables, with the number of unchanged first blocks
         self._told: dict[int, ChosenToken] = {}
 
-    # --- What changes -----------------------------------------------------------------------------
+    # --- Changes since the last step --------------------------------------------------------------
 
     def table_changed(self, sequence: SequenceState, kept: int) -> None:
         """Note that the sequence's table has changed from logical block `kept` on."""

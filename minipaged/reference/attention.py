@@ -46,7 +46,7 @@ def attend(query: Array, kv_cache: KVCache, layer: int, blocks: Array, position:
     return o / l[:, None]
 
 
-# --- The same for a batch -------------------------------------------------------------------------
+# --- A batch --------------------------------------------------------------------------------------
 
 TILE = 64
 """Keys per loop iteration. A NumPy call costs about as much for 64 keys as for one, so several small blocks are read

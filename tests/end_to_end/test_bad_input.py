@@ -709,7 +709,7 @@ def test_a_students_policy_serves_from_a_file(
         ("{file}:Half", "the policy Half lacks share_tokens, way_back, admit; it needs all of fits, share_tokens, "),
         (
             "{file}:Lies",
-            "the policy Lies, asked for admit, answers 'nobody', which does not wait; there are: 0",
+            "the policy Lies: admit returned 'nobody', which is not waiting; choose from: 0",
         ),
         ("{file}:NoRoom", "the engine's policy, NoRoom, does not take this request, though it could be served"),
         ("{file}:Todo", "the policy raised NotImplementedError: to do ({file}:"),

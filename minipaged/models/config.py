@@ -187,9 +187,7 @@ def _model_type(d: Mapping[str, Any]) -> str:
         if model_type in (None, kind) and all(each == name for each in written) and (written or model_type):
             return kind
     known = ", ".join(f"{name} (model_type '{kind}')" for kind, (name, _) in ARCHITECTURES.items())
-    raise ModelError(
-        f"config.json: architectures = {written}, model_type = {model_type!r}; only {known} are supported"
-    )
+    raise ModelError(f"config.json: architectures = {written}, model_type = {model_type!r}; only {known} are supported")
 
 
 HARMLESS: dict[str, tuple[Any, ...]] = {

@@ -61,7 +61,7 @@ SMOLLM2 = WheelModel(
     hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
 )
 
-SMOLLM2_Q4_1 = replace(SMOLLM2, description="The same, its weights in 4 bits as they were published", packed=True)
+SMOLLM2_Q4_1 = replace(SMOLLM2, description="The same model with its published 4-bit weights", packed=True)
 
 Progress = Callable[[int], None]
 """A function that is called with the number of bytes that one step of the work has processed."""

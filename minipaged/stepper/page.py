@@ -56,7 +56,7 @@ def as_data(
         raise InvalidRequest("the run has no events; write some with: minipaged generate ... --events run.jsonl")
     if not isinstance(events[0], EngineStarted) or any(isinstance(event, EngineStarted) for event in events[1:]):
         raise InvalidRequest(
-            "a run begins with its only engine_started event; these events are a part of a run, or several runs"
+            "a run has one engine_started event, at its beginning; these events are a part of a run, or several runs"
         )
     events = [event for event in events if not isinstance(event, UNSEEN)]
     return {

@@ -81,7 +81,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> ModelConfig:
-        """Read the dict of a `config.json`. Raises ModelError if a key is missing or the model is not supported."""
+        """Convert the content of a `config.json`. Raises ModelError if a key is missing or the model is unsupported."""
         model_type = _model_type(d)
         d = {**ARCHITECTURES[model_type][1], **d}
         hidden_size = _size(d, "hidden_size")

@@ -110,7 +110,7 @@ class ParallelStepResult:
         return {sequence: told.sampled() for sequence, told in self._runner.fetch(self).prompt_logprobs.items()}
 
     def logits(self, vocab_size: int) -> Tensor:
-        """[rows, vocab_size] float32."""
+        """The logits that the step returned: [rows, vocab_size] float32."""
         values: NDArray[np.float32] = np.frombuffer(bytearray(self._runner.fetch(self).logits), np.float32)
         return torch.from_numpy(values).view(-1, vocab_size)
 

@@ -1,4 +1,4 @@
-/* <paged-attention>: a query walks its block table, one block at a time, next to a softmax over all scores at once.
+/* <paged-attention>: a query walks its block table, block by block, next to a softmax over all scores at once.
  *
  * It contains the JSON that `Walk.data` (attention.py) writes: the variables of the reference's `attend` after each turn
  * of its loop, for each arrangement of the blocks, and a sentence for each step. The script computes only products of
@@ -314,7 +314,7 @@ pre span{display:block;white-space:pre-wrap;overflow-wrap:anywhere;background:va
       this.drawArrows();
       this.drawSums(now);
       this.drawCode(this.code, now.kind);
-      if (focused?.disabled) this.slider.focus({preventScroll: true}); // so that the keys still work
+      if (focused?.disabled) this.slider.focus({preventScroll: true}); // the keys still work
     }
     drawCode(node, kind) {
       node.replaceChildren(...this.data.code[kind].map((line) => make("span", {style: `padding-left:${line.search(/\S/) - 1}ch`}, line.trim())));

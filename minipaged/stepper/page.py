@@ -126,7 +126,7 @@ def lettered(text: str) -> str:
 
 
 def visible(word: str) -> str:
-    """The word with signs for line breaks and for spaces that stand alone, which would be invisible."""
+    """Make white space in a token visible: signs replace line breaks, and the spaces of a token of spaces only."""
     return (
         "\N{OPEN BOX}" * len(word)
         if word and not word.strip(" ")

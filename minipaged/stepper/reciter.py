@@ -101,7 +101,7 @@ class Reciter(Storyteller):
 
 
 def _slots(table: BlockTable, start: int, stop: int) -> Sequence[int]:
-    """The slots of positions by the table. Raises InvariantViolation if it returns a wrong number of them."""
+    """The slots of positions `start` to `stop` - 1. Raises InvariantViolation if the table returns more or fewer."""
     slots = table.slot_mapping(start, stop)
     if len(slots) != stop - start:
         message = f"positions {start} to {stop - 1} have {len(slots)} slots"

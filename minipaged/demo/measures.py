@@ -27,7 +27,7 @@ class MemoryBytes:
     internal_fragmentation: float
     """Bytes of slots held for tokens that were never computed."""
     free: float
-    """Bytes of the pool that are left. A negative number is the memory missing in the pool."""
+    """Bytes of the pool that are free. A negative number says by how much the pool is too small."""
     share_of_tokens: float
     """The share of the memory taken that holds tokens: 0 to 1."""
 
@@ -52,7 +52,7 @@ class Measures:
     contiguous: MemoryBytes
     peak_blocks_used: int
     blocks_saved: float
-    """Block-table entries beyond the first for each block, as the mean over the steps."""
+    """The number of block-table entries minus the number of blocks that they name, as the mean over the steps."""
     share_saved: float
     """Blocks saved by sharing / blocks without sharing (paper, Fig. 15): 0 to 1."""
     blocks_copied: int

@@ -82,11 +82,11 @@ MOST_NOTES = 2000
 
 
 class NextScene(Exception):
-    """The user wants to see the next scene."""
+    """Raised when the user asks for the next scene."""
 
 
 class Quit(Exception):
-    """The user has seen enough."""
+    """Raised when the user asks to quit."""
 
 
 class Screen(Protocol):
@@ -176,7 +176,7 @@ class Player:
         """Show a run to its end. `advance` runs one more step of the engine and returns False if there is none.
 
         `paced`: stop at interesting events; otherwise run as fast as the engine. `ranks`, `beside`: see `Caption`.
-        Raises NextScene or Quit if the user presses the key.
+        Raises NextScene or Quit when the user asks for it.
         """
         self._timeline, self._advance = timeline, advance
         self._notes, self._told, self._here = [], Counter(), None

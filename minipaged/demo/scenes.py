@@ -1,4 +1,4 @@
-"""The scenes: each has a hint what to watch for, requests to serve, and findings to report.
+"""The scenes: each has a hint on what to watch for, requests to serve, and findings to report.
 
 Each scene shows one idea of the paper's section 4 on the real model, in the smallest setting that can show it. Scenes
 adapt to the model and to the user's sizes: pools are sized in tokens. The pool for preemption is sized by the prompts,
@@ -57,7 +57,7 @@ CHILDREN = (
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A prompt and all its outputs, best or first one first."""
+    """A prompt and all its outputs, in the order of their scores (beam search) or of the samples."""
 
     prompt: str
     outputs: tuple[str, ...]
@@ -116,7 +116,7 @@ class Scene:
     name: str
     title: str
     watch: str
-    """A hint what to watch for, with the section of the paper."""
+    """A hint on what to watch for, with the section of the paper."""
     play: Callable[[Stage], SceneResult]
 
 

@@ -1,6 +1,6 @@
 """Draw a state: the memory map of a run, for a terminal of any size.
 
-    title, and a hint what to watch for
+    title, and a hint on what to watch for
     device memory     a tile per block: its sequence's letter and colour; the filled part of the block is solid
     block tables      a line per sequence: the blocks of its logical blocks 0, 1, 2 ...; then its words
     paged, contiguous the slots taken, compared with the slots that a contiguous cache would have reserved
@@ -64,7 +64,7 @@ class Caption:
 
     title: str = ""
     watch: str = ""
-    """A sentence with a hint what to watch for."""
+    """A sentence that says what to watch for."""
     run: str = ""
     """The name of the run within the scene."""
     measured: tuple[str, ...] = ()
@@ -572,7 +572,7 @@ def _spread(left: Line, right: Line, width: int) -> Line:
 
 
 def _merged(cells: list[Segment]) -> Line:
-    """Merge neighbouring cells of the same style, which leaves a few hundred segments of thousands of cells."""
+    """Merge neighbouring cells of the same style, which turns thousands of cells into a few hundred segments."""
     return list(Segment.simplify(cells))
 
 

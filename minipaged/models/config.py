@@ -70,7 +70,8 @@ class ModelConfig:
     qk_norm: bool = False
     """Whether each head's query and key get an RMS norm over head_dim before they are rotated."""
     sliding_window: int | None = None
-    """Tokens that a token attends to in some layers: itself and the sliding_window - 1 before it. None: all."""
+    """The number of tokens, itself included, to which a token attends in layers with a window. None: no layer has one.
+    """
     kv_cache_dtype: str = "auto"
     """"int8" or "fp8" if the checkpoint contains scales for storing keys and values in that type."""
 
@@ -81,7 +82,8 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> ModelConfig:
-        """Convert the content of a `config.json`. Raises ModelError if a key is missing or the model is unsupported."""
+        """Make a ModelConfig from the content of a `config.json`. Raises ModelError if a key is missing or the model is
+        not supported."""
         model_type = _model_type(d)
         d = {**ARCHITECTURES[model_type][1], **d}
         hidden_size = _size(d, "hidden_size")

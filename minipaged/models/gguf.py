@@ -338,7 +338,7 @@ def _dtype(tensor: ReaderTensor) -> str:
 
 
 def _values(name: str, tensor: ReaderTensor, dtype: str, config: ModelConfig, rows_are_moved: bool) -> npt.NDArray[Any]:
-    """The tensor in the form in which it is written, with its rows in transformers' order."""
+    """The tensor's values as `dtype`, with their rows in transformers' order, ready to be written."""
     from gguf.quants import dequantize
 
     if dtype != "F32":

@@ -53,40 +53,40 @@ class Where(Message, frozen=True):
 
 
 class RankLoaded(Message, frozen=True):
-    """The rank has loaded its weights."""
+    """The answer that a rank has loaded its weights."""
 
     free_device_bytes: int | None
     """Free memory of the rank's GPU; None on a CPU."""
 
 
 class RankRefused(Message, frozen=True):
-    """The checkpoint cannot be loaded, or cannot be cut for this rank."""
+    """The answer that the checkpoint cannot be loaded, or cannot be cut for this rank."""
 
     error: str
 
 
 class RankReady(Message, frozen=True):
-    """The rank is ready for steps."""
+    """The answer to `Make`: the rank is ready for steps."""
 
     number: int
-    """The number of the `Make` that this answers."""
+    """The number of the `Make`."""
     costs: Costs
 
 
 class NoRoom(Message, frozen=True):
-    """The rank has too little memory for the KV cache."""
+    """The answer to `Make` if the rank has too little memory for the KV cache."""
 
     error: str
 
 
 class RankFailed(Message, frozen=True):
-    """The rank has raised an exception and can run nothing more."""
+    """The report that a rank has raised an exception and can run nothing more."""
 
     error: str
 
 
 class Doing(Message, frozen=True):
-    """The worker's current activity."""
+    """The answer to `Where`: the worker's current activity."""
 
     what: str
     """The activity in a few words."""
@@ -98,7 +98,7 @@ class Doing(Message, frozen=True):
 
 
 class Making(Message, frozen=True):
-    """The rank has started a `Make`: all results of earlier steps have been sent."""
+    """The report that the rank has started a `Make`. The results of all earlier steps have been sent before it."""
 
     number: int
     """The number of the `Make`."""

@@ -43,8 +43,8 @@ class RankWorker:
     """The worker of one rank, with its connection to the driver."""
 
     def __init__(self, connection: socket.socket, results: socket.socket, rendezvous: Path) -> None:
-        """`results`: a second connection, for the results of steps. `rendezvous`: the file through which the ranks
-        find each other."""
+        """Make a worker that has loaded nothing yet. `results`: a second connection, for the results of steps.
+        `rendezvous`: the file through which the ranks find each other."""
         self._rendezvous = rendezvous
         self.doing = "starting"
         """The current activity in a few words, for the driver."""

@@ -116,9 +116,9 @@ def watch_attention(
     """Run the reference's `attend` over its `KVCache`, for one head, and record its variables.
 
     query: [queries, head_dim] or [head_dim], at the last positions of the context. keys, values: [context, head_dim].
-    table: the physical block of each logical block, in a pool of `num_blocks`; `taken` belong to another sequence. The
-    recorded arrangements are all choices of as many blocks from those that are not taken. Raises InvalidRequest if
-    there are more than MOST_TABLES, or if the table cannot hold the keys.
+    table: the physical block of each logical block, in a pool of `num_blocks`; `taken` belong to another sequence. All
+    arrangements of the sequence's blocks in the rest of the pool are recorded. Raises InvalidRequest if there are more
+    than MOST_TABLES, or if the table cannot hold the keys.
     """
     import numpy as np
 
@@ -246,7 +246,7 @@ def _of_turn(turn: dict[str, Any], block_size: int) -> tuple[str, str, str]:
 
 
 def _reasons(turns: list[dict[str, Any]]) -> list[str]:
-    """The reason for m at each step: the value of exp without it, in float32."""
+    """A sentence for each step that says why the maximum m is needed: the value of exp without it, in float32."""
     import numpy as np
 
     said = ["Without m the terms would be exp(score). How large may a score become?"]

@@ -47,8 +47,8 @@ def as_data(
     """The data for `stepper.js`.
 
     `words`: the text of tokens; `notes`: additional sentences for events, by the event's index; `code`: the lines that
-    ran before each event, from a recording; `doubted`: the blocks whose count in the allocator differs from the events,
-    by the index of an event.
+    ran before each event, from a recording; `doubted`: the blocks with a wrong count in the allocator after an event,
+    by the event's index.
     Raises InvalidRequest unless the events begin at the start of the engine, because the state would be unknown.
     """
     events = list(events)

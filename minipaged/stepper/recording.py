@@ -308,7 +308,7 @@ def record(
 
 
 class _Tracer:
-    """Python calls `on_call` at each function call, and the function that it returns at each line of the call."""
+    """A trace function. Python calls `on_call` at each function call, and the result of it at each line of the call."""
 
     def __init__(self, recording: Recording, watch: Iterable[type]) -> None:
         self._recording = recording

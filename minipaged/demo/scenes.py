@@ -124,7 +124,7 @@ class Scene:
 
 
 def one_request(stage: Stage) -> SceneResult:
-    """One request, with the prompt and the block size of 4 of Fig. 6."""
+    """Serve one request, with the prompt and the block size (4) of Fig. 6."""
     arrivals = [stage.complete(FOUR_SCORE, SamplingParams(temperature=0, max_tokens=stage.tokens(24)))]
     size = stage.block_size_or(4)
     run = stage.run(
@@ -160,7 +160,7 @@ def block_table(stage: Stage, sequence: LiveSequence, block_size: int) -> tuple[
 
 
 def continuous_batch(stage: Stage) -> SceneResult:
-    """Requests of different lengths that come and go (Fig. 7)."""
+    """Serve requests of different lengths, which come and go (Fig. 7)."""
     arrivals = [
         stage.ask(
             question,
@@ -194,7 +194,7 @@ def continuous_batch(stage: Stage) -> SceneResult:
 
 
 def parallel_sampling(stage: Stage) -> SceneResult:
-    """Four samples of one prompt: they share its blocks until they write (Fig. 8)."""
+    """Generate four samples of one prompt, which share its blocks until they write (Fig. 8)."""
     params = SamplingParams(n=4, temperature=0.8, top_p=0.9, seed=stage.seed, max_tokens=stage.tokens(32))
     arrivals = [stage.ask("Write the first sentence of a story about a lighthouse.", params)]
     size = stage.block_size_or(16)
@@ -223,7 +223,7 @@ def saved(measures: Measures, paper: str) -> str:
 
 
 def beam_search(stage: Stage) -> SceneResult:
-    """The four best continuations: beams fork and are dropped at almost every step (Fig. 9)."""
+    """Search the four best continuations: beams fork and are dropped at almost every step (Fig. 9)."""
     params = BeamSearchParams(beam_width=4, max_tokens=stage.tokens(24))
     arrivals = [stage.ask("Write the first sentence of a story about a lighthouse.", params)]
     size = stage.block_size_or(4)
@@ -272,7 +272,7 @@ def beam_tree(decode: Decode, beams: Sequence[tuple[Sequence[int], float]], star
 
 
 def shared_prompt(stage: Stage) -> SceneResult:
-    """One system prompt before every question: computed once, then found in the prefix cache (Fig. 10)."""
+    """Ask questions with one system prompt, which is computed once and then found in the prefix cache (Fig. 10)."""
     params = SamplingParams(temperature=0, max_tokens=stage.tokens(32))
     arrivals = [stage.ask(question, params, step=min(i, 1) * 2, system=TEACHER) for i, question in enumerate(CHILDREN)]
     size = stage.block_size_or(16)

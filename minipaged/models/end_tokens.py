@@ -21,7 +21,7 @@ from minipaged.models.tokenizer_files import TOKENIZER, read_tokenizer
 def end_token_ids(folder: Path, config: ModelConfig) -> tuple[int, ...]:
     """The ids of all tokens that end an answer of the model in `folder`, the model's own first.
 
-    `config` has the ids of `config.json`. An id without a logit in the model can end nothing and is left out.
+    `config` has the ids of `config.json`. Ids outside the model's vocabulary, which it cannot generate, are left out.
     """
     generation = read_json_if_there(folder / "generation_config.json")
     ids = token_ids(generation.get("eos_token_id"), "eos_token_id") or config.eos_token_ids

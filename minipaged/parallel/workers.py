@@ -49,7 +49,7 @@ from minipaged.parallel.messages import (
 from minipaged.parallel.options import Options
 
 LOG_LINES = 20
-"""The number of a worker's last printed lines in the message of its failure."""
+"""The number of lines, from the end of a failed worker's output, that the error message shows."""
 TO_START_S = 30.0
 """Seconds within which Python starts, even on a busy machine."""
 TO_ANSWER_S = 1.0

@@ -351,7 +351,7 @@ def as_floats(packed: Array, bits: int, count: int) -> Array:
 
 @cache
 def pairs_of_floats() -> Array:
-    """The table of `as_floats`: [256] complex64, 8 bytes each: the halves of a byte as float32, the lower one first."""
+    """A table for `as_floats`, [256] complex64: each entry is two float32, the lower and the upper half of a byte."""
     values = np.arange(256)
     return np.stack((values & 15, values >> 4), axis=1).astype(np.float32).view(np.complex64)[:, 0]
 

@@ -123,9 +123,9 @@ def _opening(replay: TraceReplay, num_requests: int, span: float) -> Iterator[st
     config, machine = replay.engine.config, replay.machine
     yield from _wrap(
         f"{num_requests:,} requests of the trace, which arrive within {span:,.0f} s, on the real engine and a "
-        f"simulated machine: {machine.name}, of which only the costs are computed. Its pool has {config.num_blocks:,} "
-        f"blocks of {config.block_size} tokens. Watch the pool: it fills until a block is missing, and then somebody "
-        "is preempted (section 4.5)."
+        f"simulated machine ({machine.name}): only its costs are computed. Its pool has {config.num_blocks:,} blocks "
+        f"of {config.block_size} tokens. Watch the pool: it fills until a block is missing, and then the latest to "
+        "come is preempted (section 4.5)."
     )
     yield ""
     numbers = f"{'second':>8} {'served':>7} {'waiting':>8} {'running':>8}"

@@ -169,7 +169,7 @@ class RankProcesses:
                 if not heard.failure:
                     _fail(self._processes, heard, process, "hangs: it takes no more messages")
             except BaseException:  # Ctrl-C: only some have the message, and they would wait for the others
-                _fail(self._processes, heard, process, "was interrupted while it was told what to do")
+                _fail(self._processes, heard, process, "was interrupted while it was sent a message")
                 raise
         if heard.failure:
             raise WorkerFailed(heard.failure)

@@ -135,7 +135,7 @@ ANCHORS: dict[str, tuple[Anchor, ...]] = {
 """The candidates for the line to highlight, by event. The first one that ran is chosen."""
 
 RED = "In red: how many hold the block, by the events so far; and how many by the allocator's own count."
-"""The note at the first event after which an allocator's counts differ."""
+"""The note for the first event after which an allocator's counts are wrong."""
 
 Lines = list[tuple[CodeType, int]]
 """Lines of functions, in the order in which they ran."""

@@ -1,4 +1,4 @@
-"""The fast tier in several processes: how a model is loaded and run there, as `tiers/fast.py` has it for one."""
+"""The fast tier in several processes: loads and runs a model there, as `tiers/fast.py` does in one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from minipaged.tiers import FastTier
 
 @dataclass(frozen=True, slots=True)
 class ParallelTier(FastTier):
-    """A model's parts, each with a worker. What it gives out as weights are the `RankProcesses`."""
+    """The fast tier with a worker for each part of the model. Its `load_weights` returns the `RankProcesses`."""
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -33,12 +33,12 @@ class ParallelTier(FastTier):
     def over(
         cls, tier: FastTier, tensor_parallel_size: int, pipeline_parallel_size: int, worker_timeout: float
     ) -> ParallelTier:
-        """`tier`, in so many processes."""
+        """Make a ParallelTier with the settings of `tier`. Raises InvalidRequest if there are too few GPUs."""
         num_ranks = tensor_parallel_size * pipeline_parallel_size
         if tier.device == "cuda" and num_ranks > (there := torch.cuda.device_count()):
             raise InvalidRequest(
                 f"tensor_parallel_size is {tensor_parallel_size} and pipeline_parallel_size is "
-                f"{pipeline_parallel_size}, which takes {num_ranks} GPUs, and there are {there}; take fewer, or "
+                f"{pipeline_parallel_size}, which needs {num_ranks} GPUs, but there are {there}; use smaller sizes, or "
                 "device='cpu'"
             )
         parts = {each.name: getattr(tier, each.name) for each in fields(FastTier)}
@@ -60,9 +60,9 @@ class ParallelTier(FastTier):
 
     def load_weights(self, folder: Path, config: ModelConfig) -> Any:
         sizes = (self.tensor_parallel_size, self.pipeline_parallel_size)
-        check_parallel_sizes(config, *sizes)  # before anything starts
+        check_parallel_sizes(config, *sizes)  # before any process starts
         with self.kernels_compiled():
-            pass  # or all workers would, at the same time
+            pass  # otherwise all workers would compile them at the same time
         num_ranks = math.prod(sizes)
         where = (str(folder), self.device, self.dtype)
         num_threads = max(1, torch.get_num_threads() // num_ranks)
@@ -96,7 +96,7 @@ class ParallelTier(FastTier):
         *,
         on_host: bool = False,
     ) -> int:
-        """Bytes on all ranks, where they share a memory, as they do on the host; else those of the largest rank."""
+        """Bytes of a block: summed over the ranks if they share memory, as on the host; else the largest of any rank."""
         each = [
             FastTier.block_bytes(self, local_config(config, shard), block_size, kv_cache_dtype)
             for stage in shards_of(config, self.tensor_parallel_size, self.pipeline_parallel_size)

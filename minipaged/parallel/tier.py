@@ -96,7 +96,7 @@ class ParallelTier(FastTier):
         *,
         on_host: bool = False,
     ) -> int:
-        """Bytes of a block: summed over the ranks if they share memory, as on the host; else the largest of any rank."""
+        """Bytes of a block: the sum over ranks that share memory, as on the host; else those of the largest rank."""
         each = [
             FastTier.block_bytes(self, local_config(config, shard), block_size, kv_cache_dtype)
             for stage in shards_of(config, self.tensor_parallel_size, self.pipeline_parallel_size)

@@ -284,7 +284,7 @@ class BlockCached(Event):
 
 @dataclass(frozen=True, slots=True)
 class BlockDeduplicated(Event):
-    """The sequence computed a block that the prefix cache already has. It now holds the cached one and freed its own."""
+    """The sequence computed a block that is already in the prefix cache; it holds that one now and freed its own."""
 
     name: ClassVar[str] = "block_deduplicated"
     sequence: int

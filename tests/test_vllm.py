@@ -290,7 +290,7 @@ def test_swap_space_is_num_swap_blocks_in_gib(loaded: LoadedModel) -> None:
     assert LLM(loaded, swap_space=0, **sizes).config.num_swap_blocks == 0
     with pytest.raises(InvalidRequest, match=r"swap_space is 1.0 GiB and num_swap_blocks is 4; give one of them"):
         LLM(loaded, swap_space=1, num_swap_blocks=4)
-    with pytest.raises(InvalidRequest, match="more than there are; lower num_blocks, or num_swap_blocks"):
+    with pytest.raises(InvalidRequest, match="more than the free memory; lower num_blocks, or num_swap_blocks"):
         LLM(loaded, swap_space=2**20, **sizes)
 
 
@@ -350,7 +350,7 @@ def test_a_prompt_may_be_written_in_every_way(llm: LLM) -> None:
 def test_one_priority_is_for_all(loaded: LoadedModel) -> None:
     llm = LLM(loaded, num_blocks=64, scheduling_policy="priority")
     assert len(llm.generate(["a", "b"], GREEDY, priority=3)) == 2
-    with pytest.raises(InvalidRequest, match="2 prompts need as many priorities; got 1"):
+    with pytest.raises(InvalidRequest, match="2 prompts need 2 priorities; got 1"):
         llm.generate(["a", "b"], GREEDY, priority=[3])
 
 

@@ -167,7 +167,7 @@ def test_more_beams_than_tokens_are_refused(llm: LLM):
 
 @pytest.mark.parametrize("number", [0, 1, 3])
 def test_params_for_another_number_of_prompts_are_refused(llm: LLM, number: int):
-    with pytest.raises(InvalidRequest, match=f"2 prompts need as many params, or one for all; got {number}"):
+    with pytest.raises(InvalidRequest, match=f"2 prompts need 2 params, or one for all; got {number}"):
         llm.generate(["a", "b"], [GREEDY] * number)
 
 
@@ -741,7 +741,7 @@ def test_the_prompt_of_the_smallest_priority_comes_first(
     assert [event["request"] for event in told if event["event"] == "request_admitted"] == ["2", "0", "1"]
     code, _, err = cli(*arguments, "--priority=1")
     assert code == 1
-    assert "3 prompts need as many priorities; got 1" in one_error_line(err)
+    assert "3 prompts need 3 priorities; got 1" in one_error_line(err)
 
 
 # --- Ctrl-C ---------------------------------------------------------------------------------------

@@ -243,12 +243,12 @@ def test_a_prompt_with_more_than_text_is_refused_by_name(llm: LLM, name: str) ->
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ({}, 'has a "prompt", its text, or "prompt_token_ids"'),
-        ({"prompt": None}, 'has a "prompt", its text, or "prompt_token_ids"'),
-        ({"prompt": "a", "promt": "a"}, "and no 'promt'"),
-        ({"prompt": 3}, '"prompt" is a text'),
-        ({"prompt": [3, 4]}, '"prompt" is a text'),
-        ({"prompt_token_ids": "abc"}, '"prompt_token_ids" are a list of token ids'),
+        ({}, 'must have a "prompt", its text, or "prompt_token_ids"'),
+        ({"prompt": None}, 'must have a "prompt", its text, or "prompt_token_ids"'),
+        ({"prompt": "a", "promt": "a"}, "but no 'promt'"),
+        ({"prompt": 3}, '"prompt" must be a text'),
+        ({"prompt": [3, 4]}, '"prompt" must be a text'),
+        ({"prompt_token_ids": "abc"}, '"prompt_token_ids" a list of token ids'),
         ({"prompt_token_ids": 3}, "not int: 3"),
         ({"prompt_token_ids": {3: 4}}, "not dict"),
         ({"prompt_token_ids": [3, -1]}, "prompt token 1 is -1"),

@@ -131,7 +131,7 @@ class FastTier(DeviceTier):
             ) from None
 
     def kernels_compiled(self) -> AbstractContextManager[None]:
-        """Return a context manager that compiles numba's kernels (if needed) while its body runs, and keeps them on disk."""
+        """Return a context manager that compiles numba's kernels, if needed, and saves them while its body runs."""
         if self.device != "cpu":
             return nullcontext()
         import torch

@@ -145,9 +145,9 @@ class AsyncLLM:
     tokens that cannot be decoded) is in its output, as with `LLM`. Raises the errors of `LLM`, and InvalidRequest if
     `max_model_len` is longer than the pool, because a server reports it to its clients.
 
-    `max_waiting` is the number of requests waiting for their first turn at which further ones are refused (QueueFull).
-    The requests of one `add` are accepted together, even if they exceed it. `observers` are called on the engine's
-    thread. The other arguments are those of `LLM`.
+    `max_waiting` limits the queue: while this number of requests wait for their first turn, further ones are refused
+    (QueueFull). The requests of one `add` are accepted together, even if they exceed the limit. `observers` are called
+    on the engine's thread. The other arguments are those of `LLM`.
     """
 
     @takes_settings
@@ -232,7 +232,7 @@ class AsyncLLM:
 
     async def shutdown(self, timeout: float = 0.0) -> None:
         """Refuse new requests, let the others go on for `timeout` seconds, abort the rest, and end the engine's thread.
-        Readers get all output generated until then. (`LLM.close` ends worker processes; so does the LLM's end.)"""
+        Readers get all output generated until then. (Worker processes end later, by `LLM.close` or with the LLM.)"""
         self._closing = True
         self._tokenizer.shutdown(wait=False, cancel_futures=True)
         if not self._thread.is_alive():

@@ -181,7 +181,8 @@ class BlockTable(ABC):
 
     @abstractmethod
     def replace(self, logical_block: int, block: int) -> None:
-        """Use `block`, which has the same content, as `logical_block`: share it, and free the block used so far."""
+        """Replace the table's block number `logical_block` by `block`, which has the same content. Share the new block,
+        and free the old one."""
 
     @abstractmethod
     def relocate(self, blocks: Sequence[int], allocator: BlockAllocator) -> None:
@@ -200,7 +201,7 @@ class BlockTable(ABC):
 
 @dataclass(frozen=True, slots=True)
 class BatchRow:
-    """The query tokens of one sequence, which are those that a forward pass runs, and where their K and V are."""
+    """The query tokens of one sequence (the tokens that a forward pass runs), with its block table."""
 
     token_ids: Sequence[int]
     """[num_query_tokens]. If the runner has not waited for the step before, -1 - i means choice i of that step."""
@@ -324,7 +325,7 @@ class PromptInput(NamedTuple):
     token_ids: Sequence[int]
     """Prompt tokens; entry i is the one that follows query token i of the sequence's row."""
     num_logprobs: int
-    """The number of likeliest tokens to report in addition."""
+    """The number of likeliest tokens to report in addition to each."""
 
 
 @dataclass(slots=True)  # not frozen: a frozen one takes four times as long to make, and a step makes one per sequence

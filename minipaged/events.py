@@ -233,7 +233,7 @@ class BlockCopied(Event):
 
 @dataclass(frozen=True, slots=True)
 class PrefixReused(Event):
-    """The sequence's empty table begins with full blocks that are already computed, by the cache or a sibling."""
+    """The sequence's empty table begins with full, computed blocks, taken from the prefix cache or from a sibling."""
 
     name: ClassVar[str] = "prefix_reused"
     sequence: int

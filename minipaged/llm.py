@@ -57,8 +57,8 @@ __all__ = ["LLM", "LoadedModel", "Params", "interrupt_between_steps"]
 Params = SamplingParams | BeamSearchParams
 
 FROZEN_BY_SOMEBODY = 10_000
-"""The number of frozen objects from which on the program itself has called `gc.freeze`. (Python 3.12 starts with some
-hundred.)"""
+"""Threshold: if more objects are frozen, the program itself has called `gc.freeze`. (Python 3.12 freezes some hundred.)
+"""
 
 
 class LLM:

@@ -184,7 +184,7 @@ class Mirror:
         return MirroredSequence(parent.prompt_token_ids, output, parent.blocks, sampling)
 
     def _note_choices(self) -> None:
-        """Note for which sequence each choice of this step will be."""
+        """Note which sequence each choice of this step belongs to."""
         self._choosing, self._first_choices, self._needs_tokens = [], [], False
         num_choices = 0
         for row in self.rows:
@@ -293,7 +293,7 @@ class PerLane(Generic[Kept]):
 
 
 class MirroredRunner(Runner):
-    """A model that runs complete batches one after another, each after the tokens of the batch before are known."""
+    """A model that runs complete batches one after another, each once the tokens of the batch before are known."""
 
     def __init__(self, make_mirror: Callable[[], Mirror] = Mirror) -> None:
         self.mirrors = PerLane(make_mirror)

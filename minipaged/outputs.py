@@ -21,8 +21,8 @@ class CompletionOutput:
     cumulative_logprob: float
     """Sum of the natural-log probabilities of `token_ids`."""
     logprobs: tuple[dict[int, float], ...] | None
-    """Log-probabilities for each token: of the likeliest tokens at its position, or of `logprob_token_ids`, and of the
-    token itself; likeliest first. None if the request does not want them."""
+    """For each generated token, the log-probabilities of the token itself and of the likeliest tokens at its position
+    (or of `logprob_token_ids`), likeliest first. None if the request does not want them."""
     finish_reason: str
     """"stop" (end of sequence, stop string, stop token), "length", "abort" or "error"."""
     stop_reason: int | str | None = None
@@ -59,9 +59,9 @@ class RequestOutput:
     error: str | None = None
     """The reason why the request failed, or None. Its outputs hold what it had generated before."""
     prompt_logprobs: tuple[dict[int, float] | None, ...] | None = None
-    """Log-probabilities for each prompt token: of the likeliest tokens at its position and of the token itself. The
-    first token has None. None if the request does not want them. A request that was cut short has entries for the
-    part of its prompt that was computed."""
+    """For each prompt token, the log-probabilities of the token itself and of the likeliest tokens at its position; the
+    first token has None. None if the request does not want them. A request that was cut short has entries only for the
+    computed part of its prompt."""
 
 
 # Not frozen: a frozen dataclass takes four times as long to make, and a step makes two of these per request.

@@ -1,4 +1,4 @@
-"""The settings of requests and engines: SamplingParams, BeamSearchParams, EngineConfig. Checked when made, immutable.
+"""The settings of requests and engines: SamplingParams, BeamSearchParams, EngineConfig. All are checked and immutable.
 
 A setting is declared once: its name, type, default and bounds, with its help text below. The arguments of `LLM`
 (`settings.py`), the command line's options with their help (`options.py`) and the errors for bad values follow from
@@ -258,7 +258,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether a penalty makes the logits depend on the tokens before."""
+        """Whether a penalty makes the logits depend on earlier tokens."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
     @property
@@ -339,9 +339,9 @@ class EngineSettings:
     max_num_batched_tokens: int = setting(2048, at_least=1)
     """Maximum number of query tokens in a batch; a longer prompt runs in chunks."""
     tensor_parallel_size: int = setting(1, at_least=1)
-    """Number of ranks that share the heads and MLP columns of each layer, and the vocabulary."""
+    """Number of ranks among which the heads and MLP columns of each layer, and the vocabulary, are divided."""
     pipeline_parallel_size: int = setting(1, at_least=1)
-    """Number of stages that share the layers."""
+    """Number of stages among which the layers are divided."""
     seed: int = 0
     """Seed from which requests without their own get theirs. Equal seeds give equal tokens."""
     debug: bool = False

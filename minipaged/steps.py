@@ -64,7 +64,7 @@ class Sampling(NamedTuple):
         return self.params.has_penalties or any(len(word) > 1 for word in self.bad_words)
 
     def forbidden_after(self, output_token_ids: Sequence[int], num_pending: int = 0) -> tuple[int, ...]:
-        """The tokens that must not be chosen next. `num_pending`: further output tokens, which are being chosen."""
+        """The tokens that must not be chosen next. `num_pending`: the number of output tokens still being chosen."""
         early = len(output_token_ids) + num_pending < self.params.min_tokens
         forbidden = self.forbidden_token_ids if early else ()
         if self.bad_words:
@@ -116,7 +116,7 @@ class ChosenToken(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The query tokens of one sequence, which are those that a step runs."""
+    """The query tokens of one sequence: the tokens that a step runs."""
 
     sequence: int
     start: int

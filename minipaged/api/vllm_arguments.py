@@ -1,9 +1,9 @@
-"""The arguments that vLLM has and minipaged has not, each with the reason and the alternative. `LLM` and
+"""Arguments of vLLM's that minipaged does not have, each with the reason and the alternative. `LLM` and
 `SamplingParams` use these tables, and docs/vllm.md shows them.
 
 Code written for vLLM should run with only its import changed, if minipaged can do what it asks for. So an argument is
-accepted if it asks for minipaged's own behaviour (`enforce_eager=False`), and refused with the reason if not. None is
-ignored. The names are those of vLLM 0.33, and a few of older versions that scripts still use.
+accepted if it asks for minipaged's own behaviour (`enforce_eager=False`), and refused with the reason if not. No
+argument is ignored. The names are those of vLLM 0.33, and a few of older versions that scripts still use.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ PROMPT_KEYS: dict[str, NotHere] = {
     "encoder_prompt": NotHere("models here have only a decoder; give prompt or prompt_token_ids"),
     "decoder_prompt": NotHere("models here have only a decoder; give prompt or prompt_token_ids"),
 }
-"""Keys of vLLM's prompts that are dicts."""
+"""Keys of vLLM's prompt dicts."""
 
 
 def take_own(

@@ -51,10 +51,10 @@ class KVConnector(Protocol):
         errors of `check`."""
 
     def lacking(self, token_ids: Sequence[int], start: int, stop: int) -> Sequence[int]:
-        """Return those of the logical blocks start .. stop - 1 that are missing here and that `store` would accept."""
+        """Return the numbers in start .. stop - 1 of the blocks that are missing here and that `store` would accept."""
 
     def store(self, token_ids: Sequence[int], blocks: Mapping[int, bytes]) -> Sequence[int]:
         """Store these blocks, given by logical number. Return the numbers of those that are stored now."""
 
     def load(self, token_ids: Sequence[int], start: int, stop: int) -> Sequence[bytes]:
-        """Return the content of the logical blocks from `start` to `stop` - 1, up to the first that is missing."""
+        """Return the content of the logical blocks from `start` on, stopping at the first missing block or `stop`."""

@@ -31,9 +31,9 @@ class Perplexity:
 
 def perplexity(llm: LLM, token_ids: list[int], window: int | None = None) -> Perplexity:
     """Measure a model's perplexity on `token_ids`, in windows of `window` tokens; the last one may be shorter. None:
-    2048 tokens, or the most that `max_model_len` allows.
+    2048 tokens, or fewer if `max_model_len` is smaller.
 
-    Raises InvalidRequest for a window that is longer than this or shorter than 2, and for fewer than 2 tokens.
+    Raises InvalidRequest for fewer than 2 tokens, and for windows of fewer than 2 or of more than the model can run.
     """
     if len(token_ids) < 2:
         raise InvalidRequest(f"a perplexity needs two tokens at least; there are {len(token_ids)}")

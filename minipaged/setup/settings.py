@@ -39,13 +39,13 @@ class Settings(EngineSettings):
     num_blocks: int | None = left_open("num_blocks")
     """Blocks in the KV cache's pool; if left open, the number that `gpu_memory_utilization` allows."""
     gpu_memory_utilization: float = setting(0.9, above=0, at_most=1)
-    """Share of the memory to use that is free after loading the weights: the GPU's memory, or without a GPU the
+    """Share to use of the memory that is free after loading the weights: the GPU's memory, or without a GPU the
     machine's."""
     num_swap_blocks: int | None = left_open("num_swap_blocks")
     """Blocks in the host pool that swapping uses; if left open, a quarter of `num_blocks`, or the number that fits into
     half of the host's free memory, if that is less."""
     swap_space: float | None = setting(None, at_least=0, at_most=2**20)
-    """Size of the host pool in GiB, which vLLM once had in place of `num_swap_blocks`; give one of them."""
+    """Size of the host pool in GiB, as older versions of vLLM had it; give this or `num_swap_blocks`."""
     max_model_len: int | None = left_open("max_model_len")
     """Maximum length of a sequence, prompt and output together, in tokens; if left open (or -1), the model's maximum
     (its sliding window, if it has one), or the pool's size if that is smaller."""

@@ -56,7 +56,7 @@ class TraceRequest:
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """Read the requests of a CSV file, in order of arrival. InvalidRequest names the line and what is wrong with it."""
+    """Read the requests of a CSV file, in order of arrival. Raises InvalidRequest, naming the line and the mistake."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             return _parse(file, str(path))

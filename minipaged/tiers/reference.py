@@ -103,7 +103,7 @@ def reference_penalties(logits: Any, wanted: SamplingInput) -> Any:
 
 
 def reference_logprobs(logits: Any, token_ids: Sequence[int], num_logprobs: int) -> Sequence[Sampled]:
-    """The reference's report on the log-probabilities of given tokens, one per row of `logits` [tokens, vocab]."""
+    """The reference's `Sampled` for each of these tokens, from the token's row of `logits` [tokens, vocab]."""
     from minipaged.reference.sampling import gather_logprobs
 
     return gather_logprobs(logits, token_ids, num_logprobs)

@@ -284,7 +284,10 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "a device of the other tier": ({"tier": "reference", "device": "cuda"}, "device is 'cuda'; .* 'cpu' only"),
     "a dtype of the other tier": ({"tier": "reference", "dtype": "bfloat16"}, "'bfloat16'; .* float32, float64"),
     "a dtype that only the reference has": ({"tier": "fast", "dtype": "float64"}, "'float64'; .* bfloat16, float16"),
-    "an unknown device": ({"tier": "fast", "device": "tpu"}, "device is 'tpu'; the fast tier supports cpu, cuda and auto"),
+    "an unknown device": (
+        {"tier": "fast", "device": "tpu"},
+        "device is 'tpu'; the fast tier supports cpu, cuda and auto",
+    ),
     "an unknown dtype": ({"dtype": "int3"}, "dtype is 'int3'; choose auto, bfloat16, float16, float32, float64"),
     "half precision on a CPU": ({"device": "cpu", "dtype": "float16"}, "use bfloat16 or float32 on 'cpu'"),
     "blocks of nothing": ({"block_size": 0}, "block_size is 0; it must be between 1 and 256"),

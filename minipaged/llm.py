@@ -1,4 +1,4 @@
-"""The offline API: prompts in, outputs back. A thin loop around the engine's steps.
+"""The offline API: it takes prompts and returns outputs. A thin loop around the engine's steps.
 
 llm = LLM("smollm2-135m-instruct")
 for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
@@ -57,23 +57,24 @@ __all__ = ["LLM", "LoadedModel", "Params", "interrupt_between_steps"]
 Params = SamplingParams | BeamSearchParams
 
 FROZEN_BY_SOMEBODY = 10_000
-"""Objects; Python 3.12 begins with some hundred of its own."""
+"""Threshold: if more objects are frozen, the program itself has called `gc.freeze`. (Python 3.12 freezes some hundred.)
+"""
 
 
 class LLM:
     """A model that is loaded and ready to serve.
 
     `model` is a known name, a local folder, a .gguf file or a hub id; `settings` are those of `Settings`, by name.
-    `listeners` are told of every event. Raises ModelError for a model that cannot be had or run, and InvalidRequest (a
-    ValueError) for a setting out of range. What vLLM's `LLM` takes besides is let through if it asks for what is done
-    here anyway, and refused with the reason if not (docs/vllm.md).
+    `listeners` receive every event. Raises ModelError for a model that cannot be found, fetched or run, and
+    InvalidRequest (a ValueError) for a setting out of range. Other arguments of vLLM's `LLM` are accepted if they ask
+    for minipaged's own behaviour, and raise an error with the reason if not (docs/vllm.md).
 
-    Several LLMs can share one `LoadedModel`, each with sizes, policies and a KV cache of its own: give it as `model`
-    (`LLM(llm.loaded, num_blocks=8)`). `tier`, `device` and `dtype` were settled when it was loaded.
+    Several LLMs can share one `LoadedModel`, each with its own sizes, policies and KV cache: give it as `model`
+    (`LLM(llm.loaded, num_blocks=8)`). Its `tier`, `device` and `dtype` cannot be changed.
 
-    `host_sharers`: engines, in processes of their own, that have this machine's memory together. Pools that are left
-    open are sized for one of so many parts of what is free: a page is taken when it is first used, so each of several
-    that start together sees all of it. Raises InvalidRequest for less than 1.
+    `host_sharers` is the number of engines, in separate processes, that share this machine's memory. Pool sizes that
+    are left open are computed from this engine's share of the free memory. (Memory is taken page by page at first use,
+    so engines that start together would each see all of it as free.) Raises InvalidRequest if it is less than 1.
     """
 
     @takes_settings
@@ -89,7 +90,7 @@ class LLM:
             raise InvalidRequest(f"host_sharers is {host_sharers}; it must be 1 or more, this engine included")
         own = [each.name for each in fields(Settings)]
         asked = Settings(**take_own("LLM()", settings, LLM_ARGUMENTS, own))
-        policy = policy_named(asked.scheduling_policy)  # what is wrong with it is said before anything is loaded
+        policy = policy_named(asked.scheduling_policy)  # raises its errors before anything is loaded
         if isinstance(model, LoadedModel):
             asked = model.settled(asked)
             loaded = model
@@ -102,16 +103,16 @@ class LLM:
         try:
             self._begin(loaded, asked, policy, listeners, host_sharers)
         except BaseException:
-            if loaded is not model:  # nobody else has it, and it may have processes of its own
+            if loaded is not model:  # it is used nowhere else, and it may have worker processes
                 loaded.close()
             raise
-        # Python's garbage collector goes through all objects there are again and again, and there are hundreds of
-        # thousands of them, nearly all of which stay. In a step of 1,024 sequences that is a third of the host's time.
-        # So it passes over those that are there now, until this LLM goes; unless somebody has seen to that before.
+        # Python's garbage collector traverses all objects again and again: hundreds of thousands, nearly all of which
+        # stay alive. In a step of 1,024 sequences that takes a third of the host's time. So the present objects are
+        # frozen while this LLM lives, unless the program has already frozen its objects.
         if gc.get_freeze_count() < FROZEN_BY_SOMEBODY:
             gc.collect()
             gc.freeze()
-            weakref.finalize(self, gc.unfreeze).atexit = False  # Python would go through them all once more, to end
+            weakref.finalize(self, gc.unfreeze).atexit = False  # or Python would traverse them once more at exit
 
     def _begin(
         self,
@@ -121,7 +122,7 @@ class LLM:
         listeners: Sequence[Listener],
         host_sharers: int,
     ) -> None:
-        """Make the runner, with its KV cache, and the engine."""
+        """Make the engine, and its runner with the KV cache."""
         self.loaded = loaded
         self.folder, self.model_config, self.tokenizer = loaded.folder, loaded.config, loaded.tokenizer
         self.config = engine_config(asked, loaded, host_sharers)
@@ -134,10 +135,11 @@ class LLM:
             )
             raise InvalidRequest(
                 f"num_blocks is {num_blocks}: with {num_swap_blocks} for swapping they take {size:,} bytes, more than "
-                "there are; lower num_blocks, or num_swap_blocks (swap_space)"
+                "the free memory; lower num_blocks, or num_swap_blocks (swap_space)"
                 + (f". What failed: {error}" if str(error) else "")
             ) from None
-        # Threads may share an LLM; their calls follow one another. Who reads a stream may generate in between.
+        # Threads may share an LLM; their calls run one after another. A thread that reads a stream may call `generate`
+        # between two updates.
         self._lock = threading.RLock()
         self.engine = Engine(
             self.config,
@@ -164,14 +166,14 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         **not_here: None,
     ) -> list[RequestOutput]:
-        """Continue each prompt; one output a prompt, in order.
+        """Continue each prompt, and return one output per prompt, in order.
 
         A prompt is a text, a list of token ids, a `TextPrompt` or a `TokensPrompt`. `sampling_params`: one for all, or
-        one for each prompt. `use_tqdm`: show a bar on stderr, if that is a terminal. `priority`: one for all, or one
-        for each prompt; the smaller, the earlier, for a `scheduling_policy` that looks at it, and 0 for any other.
-        `not_here`: what vLLM takes besides.
-        Raises InvalidRequest for a prompt that cannot be served; then, and on Ctrl-C, every block is given back. A
-        request that fails on the way (`RequestOutput.error` says why) does not keep the others from their end.
+        one for each prompt. `use_tqdm`: show a progress bar, if stderr is a terminal. `priority`: one for all, or one
+        for each prompt; smaller is earlier, for a `scheduling_policy` that uses it, and it must be 0 for any other.
+        `not_here`: other arguments of vLLM's.
+        Raises InvalidRequest for a prompt that cannot be served; then, and on Ctrl-C, every block is freed. If a
+        request fails on the way (`RequestOutput.error` says why), the others go on to their end.
         """
         take_own("LLM.generate()", not_here, GENERATE_ARGUMENTS)
         return self._run(as_list(prompts), sampling_params, SamplingParams, use_tqdm, priority)
@@ -189,9 +191,9 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **not_here: None,
     ) -> list[RequestOutput]:
-        """The model's answer to a conversation (a list of {"role", "content"}), or to each of several.
+        """Answer a conversation (a list of {"role", "content"}), or each of several.
 
-        How they are written out is said at `ChatOptions`, everything else at `generate`.
+        `ChatOptions` describes the options of the chat template; `generate` describes the other arguments.
         """
         take_own("LLM.chat()", not_here, CHAT_ARGUMENTS)
         conversations: Sequence[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else messages
@@ -208,11 +210,11 @@ class LLM:
         return self._run(prompts, sampling_params, SamplingParams, use_tqdm, priority)
 
     def encode_chat(self, messages: Sequence[Message], **how: Unpack[ChatOptions]) -> list[int]:
-        """The token ids of a conversation, in the model's chat template, up to where its answer begins."""
+        """The token ids of a conversation in the model's chat template, up to the beginning of the model's answer."""
         return self.need_tokenizer().encode_chat(messages, **how)
 
     def get_tokenizer(self) -> PreTrainedTokenizerFast:
-        """The model's tokenizer as transformers has it, which is what vLLM gives; ours is `llm.tokenizer`."""
+        """The model's tokenizer as a transformers class, which is what vLLM returns; ours is `llm.tokenizer`."""
         return self.need_tokenizer().in_transformers
 
     def beam_search(
@@ -224,15 +226,15 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         **not_here: None,
     ) -> list[RequestOutput]:
-        """The `beam_width` best continuations of each prompt, best first, as transformers' beam search finds them."""
+        """Return the `beam_width` best continuations of each prompt, best first, by transformers' beam search rules."""
         take_own("LLM.beam_search()", not_here, BEAM_SEARCH_ARGUMENTS)
         return self._run(as_list(prompts), params, BeamSearchParams, use_tqdm, priority)
 
     def stream(self, prompt: Prompt, params: Params | None = None) -> Iterator[RequestUpdate]:
-        """Continue one prompt, and give what is new of it after each step.
+        """Continue one prompt, and yield its new output after each step.
 
-        The last update carries the whole output. Whoever does not want the rest closes the iterator (or lets it go):
-        the request is cancelled, and its blocks are given back. Raises what `generate` raises, when it is first asked.
+        The last update carries the whole output. A caller who does not want the rest closes the iterator (or drops it);
+        then the request is cancelled, and its blocks are freed. Raises the errors of `generate` at the first `next()`.
         """
         with self._lock:
             given = SamplingParams() if params is None else params
@@ -240,11 +242,11 @@ class LLM:
                 yield update
 
     def read_prompt(self, prompt: Prompt) -> tuple[Sequence[int], str | None]:
-        """The token ids of a prompt, and its text where that was given. Raises InvalidRequest for what is no prompt."""
+        """The token ids of a prompt, and its text if that was given. Raises InvalidRequest for an invalid prompt."""
         return read_prompt(prompt, lambda text: self.need_tokenizer().encode(text))
 
     def need_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Raises ModelError where it has none."""
+        """The model's tokenizer. Raises ModelError if it has none."""
         if self.tokenizer is None:
             raise ModelError(
                 f"{self.folder} holds no tokenizer.json; put the tokenizer there, or give token ids (from Python)"
@@ -253,21 +255,21 @@ class LLM:
 
     @property
     def description(self) -> str:
-        """Tier, device, kernels, dtype and the parts that the model is in, in a few words."""
+        """Tier, device, kernels, dtype and the parts into which the model is split, in a few words."""
         told = self.loaded.tier.description
         tensor, pipeline = self.config.tensor_parallel_size, self.config.pipeline_parallel_size
-        if tensor * pipeline == 1 or isinstance(self.loaded.tier, tiers.FastTier):  # which says so itself
+        if tensor * pipeline == 1 or isinstance(self.loaded.tier, tiers.FastTier):  # its own description has the parts
             return told
         sizes = f"tensor parallel {tensor}, pipeline parallel {pipeline}"
         return f"{told}, in {tensor * pipeline} parts in one process ({sizes})"
 
     def stats(self) -> Stats:
-        """Blocks used now; blocks shared, copied, swapped; tokens recomputed; cache hits; waste per kind: so far."""
+        """Counts so far: blocks used, shared, copied and swapped; tokens recomputed; cache hits; waste of each kind."""
         return self.engine.current_stats()
 
     def close(self) -> None:
-        """End the processes that the model runs in, where it has its own; they also end when nobody has this LLM any
-        more. What goes on fails."""
+        """End the model's worker processes, if it has any; running requests fail. The processes also end when the last
+        reference to this LLM is gone."""
         self.loaded.close()
 
     # --- The loop around the engine ---------------------------------------------------------------
@@ -281,17 +283,17 @@ class LLM:
         priority: int | Sequence[int] | None,
     ) -> list[RequestOutput]:
         if not isinstance(use_tqdm, bool):
-            raise InvalidRequest(f"use_tqdm is {use_tqdm!r}; it must be True or False, for the bar here is not tqdm's")
+            raise InvalidRequest(f"use_tqdm is {use_tqdm!r}; it must be True or False: the bar here is not tqdm's")
         params = kind() if params is None else params
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
-            raise InvalidRequest(f"{len(prompts)} prompts need as many params, or one for all; got {len(each)}")
+            raise InvalidRequest(f"{len(prompts)} prompts need {len(prompts)} params, or one for all; got {len(each)}")
         for item in each:
             if not isinstance(item, kind):
                 raise InvalidRequest(f"params must be {kind.__name__}, not {type(item).__name__}")
         priorities = priority if isinstance(priority, Sequence) else [priority or 0] * len(prompts)
         if len(priorities) != len(prompts):
-            raise InvalidRequest(f"{len(prompts)} prompts need as many priorities; got {len(priorities)}")
+            raise InvalidRequest(f"{len(prompts)} prompts need {len(prompts)} priorities; got {len(priorities)}")
         outputs: dict[int, RequestOutput] = {}
         requests = list(zip(prompts, each, priorities, strict=True))
         with self._lock:
@@ -303,11 +305,11 @@ class LLM:
     def _serve(
         self, requests: Sequence[tuple[Prompt, Params, int]], kind: RequestOutputKind, use_tqdm: bool
     ) -> Iterator[tuple[int, RequestUpdate]]:
-        """Add the requests (prompt, params, priority) and step the engine until they have ended. Gives their updates,
-        each with the place of its prompt. Whatever ends it early, none of them stays behind."""
+        """Add the requests (prompt, params, priority), step the engine until they have ended, and yield their updates,
+        each with the index of its prompt. If this ends early, for any reason, all of them are aborted."""
         places: dict[str, int] = {}
         unfinished = set(range(len(requests)))
-        # Requests that somebody added to the engine by hand keep their updates.
+        # Requests that were added to the engine directly keep their updates.
         others, kept = set(self.engine.unfinished_requests), self.engine.take_updates()
         try:
             for place, (prompt, params, priority) in enumerate(requests):
@@ -325,7 +327,7 @@ class LLM:
                             if update.output:
                                 unfinished.remove(places[update.request_id])
                             yield places[update.request_id], update
-                if interrupted():  # within the last step
+                if interrupted():  # during the last step
                     raise KeyboardInterrupt
         except BaseException:
             with suppress(InvariantViolation):  # an allocator that broke its contract may do so again
@@ -337,7 +339,7 @@ class LLM:
             self.engine.keep_updates(kept)
 
     def _memory(self, asked: Settings, runner: Runner) -> MakeMemory:
-        """What makes the block manager."""
+        """The class or function that makes the block manager."""
         connector = asked.kv_connector
         if connector is None:
             return BlockManager
@@ -346,7 +348,7 @@ class LLM:
 
     @contextmanager
     def _progress_bar(self, num_requests: int, use_tqdm: bool) -> Iterator[None]:
-        """Show finished requests and tokens a second on stderr while the context lasts, if that is a terminal."""
+        """Show finished requests and tokens per second on stderr while the context lasts, if it is a terminal."""
         if not (use_tqdm and sys.stderr.isatty()):
             yield
             return
@@ -378,10 +380,10 @@ class LLM:
 def interrupt_between_steps(
     notice: str = "finishing the step; Ctrl-C again stops at once",
 ) -> Iterator[Callable[[], bool]]:
-    """Let a first Ctrl-C wait for the end of the step, so that no change of a table is cut in half; a second one acts.
+    """Delay a first Ctrl-C to the end of the step, so that no change of a table is cut in half; a second one acts now.
 
-    Gives a function that tells whether there was one. `notice`: what to tell the user then, if anything. Does nothing
-    outside the main thread, where no signal arrives.
+    Yields a function that returns whether there was one. `notice` is the message to print then; "" prints none. Does
+    nothing outside the main thread, where no signal arrives.
     """
     seen: list[int] = []
 

@@ -115,7 +115,7 @@ PROBLEMS = {
     "a torch for CPUs": (cpu_wheel, r"built without CUDA; .* -m pip install 'torch===\d+\.\d+\.\d+'"),
     "an old driver": (
         old_driver,
-        r"driver is for CUDA 11.4 and older, and this torch for CUDA 13.0; update the driver, or",
+        r"driver is for CUDA 11.4 and older, but this torch is for CUDA 13.0; update the driver, or",
     ),
     "a driver without a GPU": (no_device, r"cannot use the NVIDIA GPU: No CUDA GPUs are available; see nvidia-smi"),
     "no fabric manager": (no_fabric_manager, r"Error 802: system not yet initialized; start nvidia-fabricmanager"),
@@ -262,7 +262,7 @@ def test_no_compiler_and_no_headers_are_found_before_triton_looks(
     programs.remove("clang")  # Triton does not look for cc
     assert "install gcc or clang, or set CC" in (devices.compiler_problem() or "")
     monkeypatch.setenv("CC", "/nowhere/gcc")
-    assert "CC names none that is here ('/nowhere/gcc')" in (devices.compiler_problem() or "")
+    assert "CC names one that is not here ('/nowhere/gcc')" in (devices.compiler_problem() or "")
     monkeypatch.setenv("CC", "mycc")
     assert devices.compiler_problem() is None
     (tmp_path / "Python.h").unlink()

@@ -1,4 +1,4 @@
-"""A model that has been loaded, and the checks that come before loading: wrong settings cost no minutes."""
+"""The loaded model, and checks that run before loading, so that a wrong setting fails at once and not after minutes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from minipaged.tiers import DeviceTier
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model's weights, and all that is settled with them. Several LLMs can share one; it has no KV cache."""
+    """A model's weights, with all that is fixed by loading them. It has no KV cache, so several LLMs can share it."""
 
     folder: Path
     config: ModelConfig
@@ -47,7 +47,7 @@ class LoadedModel:
     ) -> LoadedModel:
         """Find (or fetch) `model` and load it. Raises ModelError, InvalidRequest and WorkerFailed.
 
-        `max_model_len` and `check` are looked at before the weights are loaded. `check` may raise InvalidRequest.
+        `max_model_len` is checked, and `check` is called (it may raise InvalidRequest), before the weights are loaded.
         """
         dtype = known_dtype(dtype)
         chosen = tiers.choose_tier(tier, device, dtype)
@@ -67,22 +67,25 @@ class LoadedModel:
         return cls(folder, config, tokenizer, chosen, chosen.load_weights(folder, config))
 
     def close(self) -> None:
-        """See `LLM.close`."""
+        """End the model's worker processes, if it has any (see `LLM.close`)."""
         if close := getattr(self.weights, "close", None):  # a parallel tier's weights are its worker processes
             close()
 
     def settled(self, asked: Settings) -> Settings:
-        """The settings of another LLM of this model. Raises InvalidRequest for one that contradicts what is loaded."""
+        """The settings of another LLM that shares this model. Raises InvalidRequest for one that the loaded model does
+        not allow."""
         for name in ("tier", "device", "dtype"):
             if (value := getattr(asked, name)) != "auto":
-                raise InvalidRequest(f"{name} is {value!r}, but that was settled when the model was loaded")
+                raise InvalidRequest(f"{name} is {value!r}, but it was settled when the model was loaded; leave it out")
         if isinstance(self.tier, tiers.FastTier):
             left_open = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "worker_timeout": 60.0}
             settled: dict[str, Any] = {}
             for name, default in left_open.items():
                 settled[name] = getattr(self.tier, name, default)
                 if (value := getattr(asked, name)) not in (default, settled[name]):
-                    raise InvalidRequest(f"{name} is {value:g}, but the model was loaded for {settled[name]:g}")
+                    raise InvalidRequest(
+                        f"{name} is {value:g}, but the model was loaded for {settled[name]:g}; leave it out"
+                    )
             asked = replace(asked, **settled)
         check_length(self.config, asked.max_model_len)
         return asked
@@ -103,27 +106,27 @@ def check_before_loading(config: ModelConfig | None = None, **settings: Unpack[G
 
 
 def check_length(config: ModelConfig, max_model_len: int | None) -> None:
-    """Raise InvalidRequest if `max_model_len` is more tokens than the model was made for."""
+    """Raise InvalidRequest if `max_model_len` is longer than the model's context length."""
     context, made_for = config.context_length, config.max_position_embeddings
     if max_model_len is None or max_model_len <= context:
         return
     why = f"this model was made for at most {context} tokens"
     if context < made_for:
         why = (
-            f"this model sees no further back than {context} tokens (its sliding window), and attention here "
-            f"has no such limit; up to max_model_len={context} it makes no difference"
+            f"this model attends to the last {context} tokens only (its sliding window), and attention here has no "
+            f"sliding window; give {context} or less, where this makes no difference"
         )
     raise InvalidRequest(f"max_model_len is {max_model_len}; {why}")
 
 
 def check_connector(asked: Settings, folder: Path, config: ModelConfig, tier: DeviceTier) -> None:
-    """Raise InvalidRequest if the KV connector is unusable, or if its other engines have blocks of another kind."""
+    """Raise InvalidRequest if the KV connector cannot be used, or if its other engines have blocks of another kind."""
     if asked.kv_connector is not None:
         asked.kv_connector.check(handshake(asked, folder, config, tier))
 
 
 def handshake(asked: Settings, folder: Path, config: ModelConfig, tier: DeviceTier) -> Handshake:
-    """The kind of this engine's blocks, for a KV connector."""
+    """The description of this engine's blocks, for a KV connector."""
     return Handshake(
         model=hub.fingerprint(folder),
         dtype=tier.dtype,
@@ -136,18 +139,18 @@ def handshake(asked: Settings, folder: Path, config: ModelConfig, tier: DeviceTi
 
 
 def known_dtype(name: str) -> str:
-    """Our name of a dtype; vLLM has other names for two of them."""
+    """Our name for a dtype; vLLM has other names for two of them."""
     return {"half": "float16", "float": "float32"}.get(name, name)
 
 
 def policy_named(policy: str | MakePolicy) -> MakePolicy:
-    """The scheduling policy's class. Raises InvalidRequest for a name that no policy has."""
+    """The class of the scheduling policy, given by name or as itself. Raises InvalidRequest for an unknown name."""
     if not isinstance(policy, str):
         return policy
     if policy not in POLICIES:
         names = ", ".join(map(repr, POLICIES))
         raise InvalidRequest(
-            f"scheduling_policy is {policy!r}; choose {names}, or give a class of yours (on the command line, "
+            f"scheduling_policy is {policy!r}; choose {names}, or give a class of your own (on the command line, "
             "FILE.py:Class)"
         )
     return POLICIES[policy]

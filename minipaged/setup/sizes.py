@@ -1,4 +1,4 @@
-"""Sizes that the user left open: how many blocks fit on the device and on the host, and how long a sequence may be."""
+"""Computes sizes that the user left open: blocks on the device, blocks on the host, and the length of a sequence."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from minipaged.setup.loaded_model import LoadedModel
 from minipaged.setup.settings import Settings
 
 SWAP_SHARE = 0.25
-"""Blocks of the host pool for each block of the device pool, where the user leaves `num_swap_blocks` open."""
+"""Blocks of the host pool per block of the device pool, if the user leaves `num_swap_blocks` open."""
 
 
 def engine_config(asked: Settings, loaded: LoadedModel, host_sharers: int) -> EngineConfig:
-    """The sizes that the user asked for; those left open suit the model and the memory.
+    """The engine's config: the sizes that the user gave, and for those left open, sizes that fit model and memory.
 
-    `host_sharers`: engines that share this machine's memory (see `LLM`). Raises InvalidRequest if not one block fits.
+    `host_sharers`: engines that share this machine's memory (see `LLM`). Raises InvalidRequest if no block fits.
     """
     config = loaded.config
     check_parallel_sizes(config, asked.tensor_parallel_size, asked.pipeline_parallel_size)
@@ -31,7 +31,7 @@ def engine_config(asked: Settings, loaded: LoadedModel, host_sharers: int) -> En
     if asked.swap_space is not None:
         num_swap_blocks = int(asked.swap_space * 2**30 / size)
     elif num_swap_blocks is None:
-        # At most half of what is free. Memory that a GPU reads is reserved in powers of two: up to twice the pool.
+        # At most half of the free memory. For a GPU it is reserved in powers of two, which is up to twice the pool.
         room = int(_free_host_bytes(host_sharers) / (2 if on_cpu else 4) / size)
         num_swap_blocks = max(1, min(int(num_blocks * SWAP_SHARE), room))
     if max_model_len is None:
@@ -48,8 +48,8 @@ def engine_config(asked: Settings, loaded: LoadedModel, host_sharers: int) -> En
 
 
 def _blocks_that_fit(asked: Settings, loaded: LoadedModel, host_sharers: int) -> int:
-    """Blocks of the device pool that fit into `gpu_memory_utilization` of the free memory (on a CPU both pools share
-    it), and at most the blocks that `max_num_seqs` sequences of the longest kind can fill."""
+    """The number of device blocks that fit into `gpu_memory_utilization` of the free memory (on a CPU both pools share
+    it), but no more than `max_num_seqs` sequences of maximum length can fill."""
     size = loaded.block_bytes(asked.block_size, asked.kv_cache_dtype, asked.tensor_parallel_size)
     sizes = (asked.max_num_seqs, asked.max_num_batched_tokens)
     on_device = loaded.tier.free_device_bytes(loaded.config, loaded.weights, *sizes)
@@ -57,14 +57,14 @@ def _blocks_that_fit(asked: Settings, loaded: LoadedModel, host_sharers: int) ->
     num_blocks = int(free / size / (1 + SWAP_SHARE if on_device is None else 1))
     if num_blocks < 1:
         raise InvalidRequest(
-            f"a block of {asked.block_size} tokens takes {size:,} bytes, and only {int(free):,} may be used; lower "
+            f"a block of {asked.block_size} tokens takes {size:,} bytes, but only {int(free):,} may be used; lower "
             "block_size, raise gpu_memory_utilization, or free some memory"
         )
     return min(num_blocks, asked.max_num_seqs * -(-loaded.config.context_length // asked.block_size))
 
 
 def _free_host_bytes(host_sharers: int) -> float:
-    """One engine's part of this machine's free memory."""
+    """One engine's share of this machine's free memory, in bytes."""
     import psutil
 
     free = min(psutil.virtual_memory().available, _container_limit() - psutil.Process().memory_info().rss)
@@ -72,7 +72,7 @@ def _free_host_bytes(host_sharers: int) -> float:
 
 
 def _container_limit() -> float:
-    """The memory that a container (a Linux control group) allows this process, in bytes; infinite without a limit."""
+    """The memory that a container (a Linux control group) allows this process, in bytes; infinity if unlimited."""
     limit = Path("/sys/fs/cgroup/memory.max")
     try:
         return float(limit.read_text().replace("max", "inf"))

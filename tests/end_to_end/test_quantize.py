@@ -126,7 +126,7 @@ def test_nothing_is_overwritten_and_nothing_quantized_twice(cli: Cli, small_llam
     again = ["quantize", small_llama, "-o", made, "--method=rtn", "--group-size=32"]
     assert cli(*again)[0] == 0
     status, _, err = cli(*again)
-    assert (status, err) == (1, f"error: {made} is there already; name a folder that is not\n")
+    assert (status, err) == (1, f"error: {made} exists already; name a folder that does not\n")
     status, _, err = cli("quantize", made, "-o", tmp_path / "twice", "--method=rtn")
     assert status == 1
     assert "is quantized already; quantize the original" in err

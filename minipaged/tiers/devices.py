@@ -21,12 +21,12 @@ LEAST_TRITON = (3, 7, 1)
 LEAST_CAPABILITY = (8, 0)
 NO_DRIVER = "there is no driver for an NVIDIA GPU here (a container is given it by --gpus all)"
 CHECKOUT = "a checkout"
-"""In place of a version, where minipaged's files are here and it is not installed."""
+"""The version that is reported when minipaged runs from its source files without being installed."""
 PACKAGES = ("numpy", "torch", "triton", "numba", "transformers")
 
 
 def own_version() -> str:
-    """Its version, or `CHECKOUT`."""
+    """Return the installed version of minipaged, or `CHECKOUT`."""
     try:
         return metadata.version("minipaged")
     except metadata.PackageNotFoundError:

@@ -440,6 +440,23 @@ def test_every_file_opens_with_a_docstring():
     assert not silent
 
 
+def docstrings(path: Path) -> Iterator[str]:
+    """Of modules, classes and functions, and those below fields and constants."""
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.value.value.strip()
+
+
+WITHOUT_A_SUBJECT = ("Of ", "That ", "As ", "The same", "So ", "Those ")
+
+
+def test_a_docstring_begins_with_its_subject() -> None:
+    """With the noun or the verb, and not with the rest of a sentence whose beginning is the name."""
+    found = {(name, text[:60]) for name, path in SOURCES.items() for text in docstrings(path)}
+    assert len(found) > 3000
+    assert not {(name, text) for name, text in found if text.startswith(WITHOUT_A_SUBJECT)}
+
+
 FIRST_READING = (
     *sorted(
         f"reference/{path.name}"

@@ -79,7 +79,7 @@ def perplexity(
     ] = None,
     **given: Any,
 ) -> None:
-    """Measure a model's perplexity on a text (smaller is better), e.g. to compare a quantized model with its original."""
+    """Measure a model's perplexity on a text (smaller is better). Use it to judge a quantized model."""
     from minipaged.llm import LLM
     from minipaged.quantizing.perplexity import perplexity as measure
     from minipaged.quantizing.texts import text_of, tokens_of

@@ -488,7 +488,7 @@ class State:
     def _evict(self, block: int) -> None:
         if self.ref_count(block) != 1:
             raise ValueError(
-                f"block {block} has {self.ref_count(block)} holders; the prefix cache evicts only blocks that nothing else holds"
+                f"block {block} has {self.ref_count(block)} holders; only a block with no other holder is evicted"
             )
         del self.cached[block]
 

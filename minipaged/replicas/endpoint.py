@@ -154,7 +154,7 @@ class Engines:
             try:
                 first = await anext(replies)
             except BackPressureError:
-                raise QueueFull("as many requests wait already as may; ask again later") from None
+                raise QueueFull("the queue of requests is full; ask again later") from None
             except RayTaskError as error:  # the replica lives, and another one would raise the same error
                 raise error.cause from None
             except (RayError, RayServeException):  # the replica has died, and the router no longer chooses it
@@ -191,7 +191,7 @@ class Engines:
                 while self._streams:
                     self._all_ended.clear()
                     await self._all_ended.wait()
-        over = "the server is shutting down, and the time to finish is over before the answer was complete; ask again"
+        over = "the server is shutting down, and the time to finish is over, but the answer is not complete; ask again"
         for stream in list(self._streams):
             stream.end(ShuttingDown(over))
 

@@ -194,8 +194,8 @@ def _what_is_wrong(body: bytes, error: Exception) -> Exception:
     escapes = LONE_HALF.finditer(body) if said == "Input data was truncated" or "surrogate" in said else ()
     if half := next((escape for escape in escapes if escape[1]), None):
         return InvalidRequest(
-            f"the body has {half[0].decode()} at byte {half.start()}, which is half of a character: escapes from "
-            "d800 to dfff are valid only in pairs; leave it out, or send both halves"
+            f"the body has {half[0].decode()} at byte {half.start()}, which is half of a character, and cannot be "
+            "written in UTF-8: escapes from d800 to dfff are valid only in pairs; leave it out, or send both halves"
         )
     words = said.removeprefix("JSON is malformed: ").replace("Input data was truncated", "it ends too early")
     return json.JSONDecodeError(_plainer(body, words), "", 0)

@@ -113,7 +113,7 @@ def _run(
 
 
 def _stream(llm: LLM, prompt: str, params: SamplingParams | BeamSearchParams, *, chat: bool) -> list[RequestOutput]:
-    """Print the text of the only sequence as it grows."""
+    """Generate for one prompt, and print the text of its only sequence as it grows."""
     tokens = llm.encode_chat([{"role": "user", "content": prompt}]) if chat else prompt
     outputs: list[RequestOutput] = []
     for update in llm.stream(tokens, params):

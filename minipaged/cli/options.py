@@ -40,7 +40,7 @@ class OptionSpelling:
     """The option of one field, where it differs from the field."""
 
     as_option: str | None = None
-    """The option's name, if it is not the field's. A switch has one name if it can only be turned on, else two."""
+    """The option's name, if it differs from the field's. For a switch that can also be turned off: "--on/--off"."""
     kind: Any = None
     """The option's type, if typer does not support the field's type."""
     read: Callable[[Any], Any] | None = None

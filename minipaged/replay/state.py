@@ -91,7 +91,7 @@ class LiveSequence:
 
 @dataclass(eq=False, slots=True)
 class LiveRequest:
-    """One request and its sequences."""
+    """A request and its sequences."""
 
     name: str
     order: int
@@ -127,7 +127,7 @@ class PoolState:
     """The highest block number ever held."""
 
     def hold(self, block: int, sequence: LiveSequence, filled: int) -> None:
-        """Add a table entry of the sequence for the block, which has `filled` filled slots."""
+        """Note that a sequence's table holds the block once more. `filled`: the number of the block's filled slots."""
         self.holders.setdefault(block, []).append(sequence.number)
         self.highest = max(self.highest, block)
         self.most_used = max(self.most_used, len(self.holders))
@@ -139,7 +139,8 @@ class PoolState:
         self.filled[block] = filled
 
     def release(self, block: int, sequence: LiveSequence) -> None:
-        """Remove a table entry of the sequence. With the last entry, remember the request in `last_request`."""
+        """Note that a sequence's table holds the block once less. With the last holder gone, keep the request's name in
+        `last_request`."""
         holders = self.holders[block]
         holders.remove(sequence.number)
         if not holders:

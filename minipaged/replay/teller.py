@@ -445,8 +445,8 @@ def letter(number: int) -> str:
 
 
 def name(sequence: LiveSequence) -> str:
-    """Return a sequence's letter. If it has none, because it never held a block or all were taken, return "sequence
-    17", with its number."""
+    """Return a sequence's letter, or "sequence 17", with its number, if it has none. It has none if it never held a
+    block, or if all letters were taken."""
     return sequence.letter if sequence.letter.isalpha() else f"sequence {sequence.number}"
 
 

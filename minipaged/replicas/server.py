@@ -322,7 +322,8 @@ def told_pools(pools: Sequence[int]) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Return the last error of a replica, from Ray's status, which may appear a moment later; else `error`."""
+    """Return the last error that a replica raised, from Ray's status. Ray may need a moment to report it. If it reports
+    none, return `error` as text."""
     for _ in range(20):
         applications = serve.status().applications
         deployments = applications[NAME].deployments.values() if NAME in applications else ()

@@ -39,7 +39,7 @@ def event(data: Json) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """How tokens are written in an answer."""
+    """Functions that write tokens in an answer."""
 
     bytes_of: Callable[[int], bytes]
     """Returns the bytes of a token's text, which may be a part of a character."""
@@ -62,9 +62,10 @@ class Tokens:
 
 @dataclass(slots=True)
 class Prompt:
-    """One prompt of an HTTP request: its text where it was given as text, and its tokens."""
+    """One prompt of an HTTP request."""
 
     text: str | None
+    """The prompt's text; None if it was given as tokens."""
     token_ids: Sequence[int]
     echo: str | None = None
     """The prompt's text at the beginning of its choices, computed when it is first needed."""

@@ -28,11 +28,13 @@ from minipaged.serve.protocol import MOST_PROMPTS
 
 Body = TypeVar("Body", bound=BaseModel)
 LARGE = 2**16
-"""Bytes; a longer body is read in a thread, because it would hold up the event loop for too long."""
+"""The longest body, in bytes, that is decoded in the event loop. A longer one would block it for too long."""
 MOST_VALUES = 2**18
-"""The most values in one field, and in one list of token ids: decoding them takes half a dozen milliseconds."""
+"""The largest number of values in one field, and in one list of token ids. Decoding them takes half a dozen
+milliseconds."""
 FEW_TEXTS = 2**13
-"""A body with more quotes than this holds many texts: it is bounded and decoded as a whole, not field by field."""
+"""The number of quotes up to which a body is decoded field by field. With more it holds many texts, and is checked and
+decoded as a whole."""
 LISTS = 8
 """Decoding a list or an object takes as long as decoding this number of numbers."""
 
@@ -40,7 +42,7 @@ NO_OBJECT = "the body must be a JSON object, with the fields of the request"
 LONE_HALF = re.compile(
     rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
 )
-"""Matches each escape; the first group is set if it is a surrogate without its other half."""
+"""Matches each escape sequence. Group 1 is set if it is a surrogate without its other half."""
 AT_BYTE = re.compile(r" \(byte (\d+)\)$")
 WORD = re.compile(rb"-?[A-Za-z_]\w*")
 

@@ -40,9 +40,11 @@ if sys.platform != "win32":
 MOST_FILES = 2**16
 """The largest file limit that the process asks the system for, as in vLLM."""
 SPARE_FILES = 64
-"""Files kept free for everything but connections: those read while serving, connections being refused or closed."""
+"""The number of files kept free for other purposes: files read while serving, and connections being refused or
+closed."""
 AT_ONCE = 16
-"""The most connections taken in before the event loop does something else, and the most refused ones left open."""
+"""The number of connections accepted before the event loop runs other tasks. Also the largest number of refused
+connections that stay open for a moment."""
 SILENT_S = 0.25
 """Seconds for which a connection must be silent before it may be closed to make room. Its first request may be on its
 way."""

@@ -307,7 +307,7 @@ class Metrics:
 
     def _counters(self) -> Iterator[Metric]:
         def counter(name: str, text: str, by: Mapping[str, float] | float, label: str = "") -> Metric:
-            """`by`: one value, or one for each value of `label`."""
+            """Make a counter. `by`: its value, or its values by the values of `label`."""
             family = CounterMetricFamily(name, text, labels=[*self._labels, *([label] if label else [])])
             for value, number in by.items() if isinstance(by, Mapping) else [("", by)]:
                 self._add(family, number, {label: value} if label else {})

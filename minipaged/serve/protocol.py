@@ -84,7 +84,7 @@ REFUSED = {
     "return_weight_versions": "a model's weights are the same from its start to its end; leave it out",
     "routed_experts_prompt_start": "the models that minipaged runs have no experts; leave it out",
 }
-"""Known field that is not supported -> what to do instead."""
+"""Maps a known but unsupported field to the reason, or to what to do instead."""
 DONE_ANYWAY: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs", "vllm_xargs", "ec_transfer_params"), ({},)),
     "kv_transfer_params": ({},),
@@ -95,14 +95,14 @@ DONE_ANYWAY: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (-1,),
     "stream_interval": (1,),
 }
-"""Refused field -> its values that are accepted, because they ask for nothing that is not done anyway."""
+"""Maps a field in `REFUSED` to values that are accepted, because they ask for the default behaviour."""
 WITHOUT_EFFECT = {
     "session_id": "it identifies a session, and all requests get the same service",
     "parallel_tool_calls": "it configures calls of tools, and there are none",
     "include_reasoning": "models here do not think before they answer, so there is nothing to leave out",
     **dict.fromkeys(("mm_payload", "return_mm_kwargs"), "it is about images, and there are none"),
 }
-"""Field of vLLM that is ignored -> why it makes no difference."""
+"""Maps an ignored field of vLLM to the reason why it makes no difference."""
 NOT_WITH_BEAMS = (
     *(
         "logprobs",
@@ -286,12 +286,12 @@ SHAPES = {
     "prompt": f"a text, a list of texts, a list of token ids, or a list of such lists of at most {2**18:,}",
     "stop": f"a text, or a list of at most {MOST_STOP_STRINGS}, of {MOST_CHARACTERS_TO_LOOK_FOR:,} characters at most",
 }
-"""Field that may have several types -> a description of them. Pydantic would report a fault for each type."""
+"""Maps a field that may have several types to a description of them. Pydantic would report a fault for each type."""
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Raise InvalidRequest for messages that no template can format, or that use unsupported features. The model's
-    template checks which other roles exist."""
+    """Raise InvalidRequest for messages that no template can format, or that use unsupported features. Other roles are
+    left to the model's template, which may refuse them."""
     for place, message in enumerate(messages):
         where, role = f"messages[{place}]", message.get("role")
         if not isinstance(role, str):

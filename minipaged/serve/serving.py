@@ -212,8 +212,7 @@ class Words(ABC):
         return Prompt(text if len(kept) == len(tokens) else None, kept)
 
     def _check_length(self, num_characters: int, param: str) -> None:
-        """Raise TooLong if this number of characters has too many tokens in any case. Tokenizing first would take
-        seconds."""
+        """Raise TooLong if any text of this length has too many tokens. To tokenize it first would take seconds."""
         if self._tokenizer.least_tokens(num_characters) > self._config.max_model_len:
             raise TooLong(f"{self._longest}, and the prompt has {num_characters:,} characters; shorten it", param)
 

@@ -66,12 +66,12 @@ INTERVAL = 0.1
 SLICE = 0.002
 """Seconds of folding before the event loop may run other tasks."""
 LONGEST_BACKLOG = 20_000
-"""The number of events in the backlog beyond which the engine's thread folds too."""
+"""The number of events that may wait in the backlog. Beyond it the engine's thread helps to fold them."""
 KEPT_FIGURES = 600
 KEPT_REQUESTS = 64
 """The number of ended requests that are kept."""
 QUIET = 10.0
-"""Seconds without a change after which a page gets a keep-alive, by which each side notices that the other is gone."""
+"""Seconds without a change after which a page gets a keep-alive. It shows each side that the other is still there."""
 NOBODY = -1
 PLACES = {letter: place for place, letter in enumerate(LETTERS)}
 

@@ -76,7 +76,8 @@ class RemoteStream:
         return self
 
     async def __anext__(self) -> RequestUpdate:
-        """Return the next update. Raises EngineDead if the replica died, else its own error, or the error of `end`."""
+        """Return the next update. Raises EngineDead if the replica died, an error that the replica raised, or the error
+        that was given to `end`."""
         if self._error:
             raise self._error
         if not self._open:

@@ -40,7 +40,7 @@ class RayRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         super().update_replicas(replicas)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Forget a replica. Called by Ray earlier than `update_replicas`."""
+        """Forget a replica that died. Ray calls this earlier than `update_replicas`."""
         self._forget(replica_id.unique_id)
         super().on_replica_actor_died(replica_id)
 

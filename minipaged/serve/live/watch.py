@@ -217,8 +217,8 @@ class Watch:
     # --- Folding ----------------------------------------------------------------------------------
 
     def _fold(self, most: int, until: float = float("inf")) -> int:
-        """Fold at most `most` events of the backlog, and stop at the time `until`. Return the number of folded events;
-        `most` if the backlog is empty."""
+        """Fold at most `most` events of the backlog, and stop at the time `until`. Return the number of folded events,
+        or `most` if none is left."""
         for done in range(most):
             if not self._backlog:
                 break  # another thread has folded the rest

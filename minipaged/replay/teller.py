@@ -1,11 +1,11 @@
-"""What just happened and why, in plain English. Whoever tells takes the state before an event, and the event.
+"""Describes an event in plain English, from the event and the state before it.
 
-`tell` is for who watches: a line, and which blocks it is about. Sequences are called by their letters, as the demo
-draws them. Some things take many events: which beams of a search go on is known only when its step has finished, so
-`StepFinished` tells it for all of them.
+`tell` returns a line for a live display, and the blocks that the line is about. It names sequences by their letters, as
+the demo draws them. Some lines sum up many events: which beams of a search continue is known only when the step has
+finished, so the line for `StepFinished` names all of them.
 
-`explain` is for who steps through a run, event by event, and reads: whole sentences. Its letters go by the sequences'
-numbers, as a page keeps all of them in sight; the demo's are given again when a sequence has gone.
+`explain` returns whole sentences for a page that steps through a run. It derives letters from sequence numbers, because
+a page keeps all sequences in view. The demo reuses the letter of a sequence that is gone.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Topic = Literal[
     "preempt", "swap", "return", "fail", "load", "store",
 ]  # fmt: skip
 Words = Callable[[int], str]
-"""The text of a token id."""
+"""Returns the text of a token id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +59,13 @@ class Sentence:
     topic: Topic
     text: str
     blocks: tuple[int, ...] = ()
-    """The device blocks that it is about."""
+    """The device blocks that the text is about."""
     host_blocks: tuple[int, ...] = ()
+    """The host blocks that the text is about."""
 
 
 def tell(state: State, event: Event, words: Words | None = None) -> Sentence | None:
-    """The sentence for an event that is about to change `state`. None: there is nothing to say of it."""
+    """Return a sentence about an event that is about to change `state`; None if the event has no sentence."""
     match event:
         case TokensComputed():
             return _tell_computed(state, state.sequences[event.sequence], event)
@@ -168,7 +169,7 @@ def _tell_computed(state: State, sequence: LiveSequence, event: TokensComputed) 
 
 
 def _former_holders(state: State, blocks: Iterable[int]) -> str:
-    """Whose these blocks were last, if anybody's."""
+    """Name the requests that last held these blocks, in brackets; empty if there are none."""
     former = sorted({state.device.last_request[block] for block in blocks if block in state.device.last_request})
     return f" (once request {listed(former)}'s)" if former else ""
 
@@ -234,7 +235,7 @@ def _tell_end(sequence: LiveSequence, reason: str) -> Sentence:
 
 
 def _tell_forks(state: State) -> Sentence | None:
-    """What is known only at the end of a step: who of all the beams goes on, or how a prompt forked."""
+    """Sum up a step at its end: which beams of a search continue, or how a prompt was forked."""
     if state.dropped:
         held = sorted({block for _, blocks in state.dropped.values() for block in blocks})
         free = [block for block in held if block not in state.device.holders]
@@ -277,14 +278,14 @@ def _tell_departure(state: State, request: LiveRequest, event: RequestFinished) 
     return Sentence("leave", f"{called(request)} {ended}{back}", blocks)
 
 
-# --- For who reads --------------------------------------------------------------------------------
+# --- Sentences for a page -------------------------------------------------------------------------
 
 
 def explain(state: State, event: Event, words: Words | None = None, doubted: Collection[int] = ()) -> str:
-    """What an event that is about to change `state` means, in whole sentences. `words` gives tokens as they are quoted.
-    `doubted`: the blocks of which an allocator, asked after the event, says something else than the events.
+    """Explain an event that is about to change `state`, in whole sentences.
 
-    Raises LookupError where the event does not follow from those before.
+    `words` returns the quoted text of a token. `doubted` holds the blocks for which the allocator, asked after the
+    event, contradicts the events. Raises LookupError if the event is not possible after the ones before it.
     """
     match event:
         case EngineStarted():
@@ -426,7 +427,7 @@ def _explain_freed(state: State, sequence: LiveSequence, blocks: tuple[int, ...]
 
 
 def _others_hold(state: State, sequence: LiveSequence, block: int) -> bool:
-    """Whether somebody beside the sequence holds one of its blocks."""
+    """Whether another sequence, or the prefix cache, also holds this block of the sequence."""
     if sequence.swapped:
         return len(state.host.holders[block]) > 1
     return state.ref_count(block) > 1
@@ -435,21 +436,22 @@ def _others_hold(state: State, sequence: LiveSequence, block: int) -> bool:
 # --- Words ----------------------------------------------------------------------------------------
 
 MOST_RUNS = 6
-"""Of neighbouring blocks, that a sentence names."""
+"""The largest number of runs of neighbouring blocks that a sentence lists."""
 
 
 def letter(number: int) -> str:
-    """What a sequence is called on a page, by its number: A to Z, AA, AB ..."""
+    """Return a sequence's letter on a page, from its number: A to Z, AA, AB ..."""
     return (letter(number // 26 - 1) if number >= 26 else "") + chr(ord("A") + number % 26)
 
 
 def name(sequence: LiveSequence) -> str:
-    """Its letter, or its number where there are too many for letters, or it never held a block."""
+    """Return a sequence's letter, or "sequence 17", with its number, if it has none. It has none if it never held a
+    block, or if all letters were taken."""
     return sequence.letter if sequence.letter.isalpha() else f"sequence {sequence.number}"
 
 
 def called(request: LiveRequest) -> str:
-    """A request, with the letters of its sequences: "request 3 (D)"."""
+    """Name a request with the letters of its sequences: "request 3 (D)"."""
     letters = [s.letter for s in request.sequences or request.done if s.letter.isalpha()]
     return f"request {request.name} ({_some(letters)})" if letters else f"request {request.name}"
 
@@ -459,7 +461,7 @@ def _of(state: State, event: RequestEvent) -> str:
 
 
 def _lettered(state: State, request: str) -> str:
-    """The name of a request, with the letters that its sequences have on a page: "3 (D, E)"."""
+    """Return a request's name with the letters that its sequences have on a page: "3 (D, E)"."""
     live = state.requests[request]
     return _beside(request, sorted(sequence.number for sequence in live.sequences or live.done))
 
@@ -470,13 +472,13 @@ def _beside(request: str, sequences: Iterable[int]) -> str:
 
 
 def numbers(blocks: Iterable[int]) -> str:
-    """Block numbers, runs of neighbours drawn together: "blocks 0-3, 7"."""
+    """List block numbers, with neighbours joined: "blocks 0-3, 7"."""
     blocks = list(blocks)
     return f"block{'' if len(blocks) == 1 else 's'} {blocks_only(blocks)}"
 
 
 def blocks_only(blocks: Iterable[int]) -> str:
-    """The same without the word."""
+    """List block numbers as `numbers` does, without the word "blocks"."""
     runs: list[list[int]] = []
     for block in blocks:
         if runs and block == runs[-1][1] + 1:
@@ -505,7 +507,7 @@ def _quoted(token_id: int, words: Words | None) -> str:
 
 
 def _blocks(blocks: Iterable[int]) -> str:
-    """Each of them: "blocks 0, 1 and 2"."""
+    """List each block number: "blocks 0, 1 and 2"."""
     blocks = list(blocks)
     return f"{'block' if len(blocks) == 1 else 'blocks'} {listed(blocks)}"
 
@@ -519,12 +521,12 @@ def _times(count: int) -> str:
 
 
 def listed(items: Iterable[object]) -> str:
-    """One after the other: "0, 1 and 2"."""
+    """Join items into a list: "0, 1 and 2"."""
     named = [str(item) for item in items]
     return f"{', '.join(named[:-1])} and {named[-1]}" if len(named) > 1 else "".join(named)
 
 
 def _some(items: Iterable[str], most: int = 8) -> str:
-    """As a list, of which only the first few are named. "" for none."""
+    """Join items into a list that names the first few and counts the rest; "" for no items."""
     items = list(items)
     return listed(items) if len(items) <= most else f"{', '.join(items[:most])} and {len(items) - most} more"

@@ -138,7 +138,7 @@ HOUSE = {
         },
     ),
     "serve": Room(
-        "async_llm engine errors events models outputs params replay setup tiers",
+        "api async_llm engine errors events models outputs params replay setup tiers",
         "fastapi msgspec prometheus_client pydantic starlette uvicorn",
     ),
     # Several engines behind one endpoint; `replicas.routing` needs no more than the ground, and no Ray.

@@ -83,7 +83,7 @@ LLM_ARGUMENTS: dict[str, NotHere] = {
 """Arguments of vLLM's `LLM`."""
 
 _NO_STRUCTURE = "the output cannot be held to a grammar; leave it out"
-_NOTHING_BETWEEN = "only the fields of SamplingParams change how tokens are chosen; leave it out"
+_NOTHING_BETWEEN = "only the sampling parameters change how tokens are chosen; leave it out"
 _WHEN_TOLD = "generate() returns outputs when all have ended; LLM.stream() yields new output after each step"
 _PROMPT_LOGPROBS = "only the likeliest tokens of a prompt are reported; give prompt_logprobs"
 

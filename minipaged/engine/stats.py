@@ -19,24 +19,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from minipaged.events import (
-    BlockCopied,
-    BlockEvicted,
-    BlocksLoaded,
-    BlocksStored,
-    EngineStarted,
-    Event,
-    PrefixReused,
-    RequestAdmitted,
-    RequestFinished,
-    RequestPreempted,
-    SequenceFinished,
-    StepFinished,
-    StepScheduled,
-    SwappedIn,
-    SwappedOut,
-    TokensComputed,
-)
+from minipaged import events as ev
+from minipaged.events import Event
 
 
 class StepUsage(NamedTuple):
@@ -117,40 +101,40 @@ class Stats:
     def on_event(self, event: Event) -> None:
         """Count one event."""
         match event:
-            case StepScheduled():  # the events of every step come first
+            case ev.StepScheduled():  # the events of every step come first
                 self.note_memory(event)
-            case StepFinished():
+            case ev.StepFinished():
                 self.note_step(event.num_query_tokens, event.seconds, event.num_generated)
-            case EngineStarted():
+            case ev.EngineStarted():
                 self.block_size = event.block_size
                 self.max_model_len = event.max_model_len
                 self.blocks_total = event.num_blocks
-            case TokensComputed():
+            case ev.TokensComputed():
                 self.tokens_recomputed += event.recomputed
-            case BlockCopied():
+            case ev.BlockCopied():
                 self.blocks_copied += 1
-            case RequestAdmitted():
+            case ev.RequestAdmitted():
                 self.prefix_cache_query_tokens += event.num_looked_up
-            case PrefixReused() if event.source == "cache":
+            case ev.PrefixReused() if event.source == "cache":
                 self.prefix_cache_hit_tokens += len(event.blocks) * self.block_size
-            case BlockEvicted():
+            case ev.BlockEvicted():
                 self.prefix_cache_evictions += 1
-            case SwappedOut():
+            case ev.SwappedOut():
                 self.blocks_swapped_out += len(event.pairs)
-            case SwappedIn():
+            case ev.SwappedIn():
                 self.blocks_swapped_in += len(event.pairs)
-            case RequestPreempted():
+            case ev.RequestPreempted():
                 if event.mode == "swap":
                     self.preempted_by_swap += 1
                 else:
                     self.preempted_by_recompute += 1
-            case BlocksStored():
+            case ev.BlocksStored():
                 self.blocks_stored += len(event.blocks)
-            case BlocksLoaded():
+            case ev.BlocksLoaded():
                 self.blocks_loaded += len(event.blocks)
-            case RequestFinished():
+            case ev.RequestFinished():
                 self.finished_requests += 1
-            case SequenceFinished():
+            case ev.SequenceFinished():
                 self.contiguous.internal_fragmentation -= event.slot_steps_reserved
                 self.contiguous.reserved += event.slot_steps_reserved
 
@@ -162,7 +146,7 @@ class Stats:
         self.query_tokens += num_query_tokens
         self.generated_tokens += num_generated
 
-    def note_memory(self, step: StepScheduled | StepUsage) -> None:
+    def note_memory(self, step: ev.StepScheduled | StepUsage) -> None:
         """Count the memory that running requests held during the step."""
         self.blocks_used, self.blocks_cached = step.blocks_used, step.blocks_cached
         self.blocks_saved = step.table_entries - step.blocks_used

@@ -23,32 +23,8 @@ from dataclasses import dataclass, field
 from string import ascii_lowercase, ascii_uppercase
 from typing import Literal
 
-from minipaged.events import (
-    BlockCached,
-    BlockCopied,
-    BlockDeduplicated,
-    BlockEvicted,
-    BlocksFreed,
-    BlocksLoaded,
-    BlocksStored,
-    EngineStarted,
-    Event,
-    PrefixReused,
-    RequestAdmitted,
-    RequestArrived,
-    RequestFinished,
-    RequestPreempted,
-    RequestRefused,
-    SequenceFinished,
-    SequenceForked,
-    StepFailed,
-    StepFinished,
-    StepStarted,
-    SwappedIn,
-    SwappedOut,
-    TokenGenerated,
-    TokensComputed,
-)
+from minipaged import events as ev
+from minipaged.events import Event
 
 LETTERS = ascii_uppercase + ascii_lowercase
 NO_LETTER = "*"
@@ -238,73 +214,73 @@ class State:
         """
         self.counts[event.name] += 1
         match event:
-            case TokensComputed():
+            case ev.TokensComputed():
                 self._extend(self.sequences[event.sequence], event)
-            case TokenGenerated():
+            case ev.TokenGenerated():
                 self.sequences[event.sequence].output.append(event.token_id)
                 self.num_generated += 1
-            case StepStarted():
+            case ev.StepStarted():
                 self.step = event.step
                 self.forks, self.dropped = [], {}
-            case StepFinished():
+            case ev.StepFinished():
                 self.most_sequences = max(self.most_sequences, event.num_sequences)
                 self.recent.append((event.seconds, self.num_generated))
-            case BlockCopied():
+            case ev.BlockCopied():
                 self._copy(event)
-            case BlocksFreed():
+            case ev.BlocksFreed():
                 self._give_back(self.sequences[event.sequence], event.blocks)
-            case SequenceForked():
+            case ev.SequenceForked():
                 self._fork(event)
-            case SequenceFinished():
+            case ev.SequenceFinished():
                 self._end(self.sequences[event.sequence], event.reason)
-            case BlockCached():
+            case ev.BlockCached():
                 self._cache(self.sequences[event.sequence], event)
-            case BlockEvicted():
+            case ev.BlockEvicted():
                 self._evict(event.block)
-            case BlockDeduplicated():
+            case ev.BlockDeduplicated():
                 self._deduplicate(event)
-            case PrefixReused():
+            case ev.PrefixReused():
                 self._reuse(self.sequences[event.sequence], event)
-            case BlocksLoaded():
+            case ev.BlocksLoaded():
                 self._load(self.sequences[event.sequence], event.blocks)
-            case BlocksStored():
+            case ev.BlocksStored():
                 self.counts["blocks stored"] += len(event.blocks)
             case _:
                 self._apply_to_request(event)
 
     def _apply_to_request(self, event: Event) -> None:
         match event:
-            case EngineStarted():
+            case ev.EngineStarted():
                 self.__init__()  # type: ignore[misc]
                 self.device, self.host = PoolState(event.num_blocks), PoolState(event.num_swap_blocks)
                 self.block_size, self.max_model_len = event.block_size, event.max_model_len
                 self.counts[event.name] += 1
-            case RequestArrived():
+            case ev.RequestArrived():
                 self._arrive(event)
-            case RequestAdmitted():
+            case ev.RequestAdmitted():
                 self._start(self.requests[event.request])
                 self.requests[event.request].joining = not self.requests[event.request].preempted
-            case RequestPreempted():
+            case ev.RequestPreempted():
                 self._stop(self.requests[event.request])
                 self.counts[f"preempted by {event.mode}"] += 1
-            case SwappedOut():
+            case ev.SwappedOut():
                 self._move(event.request, event.pairs, to_host=True)
                 self.counts["blocks swapped out"] += len(event.pairs)
-            case SwappedIn():
+            case ev.SwappedIn():
                 self._move(event.request, event.pairs, to_host=False)
                 self._start(self.requests[event.request])
                 self.counts["blocks swapped in"] += len(event.pairs)
-            case RequestFinished():
+            case ev.RequestFinished():
                 self._finish(event.request)
-            case StepFailed():
+            case ev.StepFailed():
                 for name in event.requests:
                     self._recover(self.requests[name])
-            case RequestRefused():
+            case ev.RequestRefused():
                 pass
 
     # --- Queues -----------------------------------------------------------------------------------
 
-    def _arrive(self, event: RequestArrived) -> None:
+    def _arrive(self, event: ev.RequestArrived) -> None:
         prompt = event.prompt_token_ids
         request = LiveRequest(event.request, self.num_arrived, prompt)
         sequence = LiveSequence(event.sequence, request, prompt)
@@ -346,7 +322,7 @@ class State:
         if not sequence.letter:
             sequence.letter = self.letters.popleft() if self.letters else NO_LETTER
 
-    def _fork(self, event: SequenceForked) -> None:
+    def _fork(self, event: ev.SequenceForked) -> None:
         parent = self.sequences[event.parent]
         child = LiveSequence(event.child, parent.request, parent.prompt, [*parent.output], swapped=parent.swapped)
         self._name(child)
@@ -373,7 +349,7 @@ class State:
 
     # --- Block tables -----------------------------------------------------------------------------
 
-    def _extend(self, sequence: LiveSequence, event: TokensComputed) -> None:
+    def _extend(self, sequence: LiveSequence, event: ev.TokensComputed) -> None:
         self.counts["tokens computed"] += event.num_tokens - sequence.num_computed
         self.counts["tokens recomputed"] += event.recomputed
         self._grow(sequence, event.num_tokens, event.new_blocks)
@@ -397,7 +373,7 @@ class State:
         for logical in range(start // size, min(len(sequence.table), -(-num_tokens // size))):
             self.device.fill(sequence.table[logical], min(size, num_tokens - logical * size))
 
-    def _reuse(self, sequence: LiveSequence, event: PrefixReused) -> None:
+    def _reuse(self, sequence: LiveSequence, event: ev.PrefixReused) -> None:
         if sequence.table:
             raise ValueError(f"the table of sequence {sequence.number} already holds blocks {sequence.table}")
         self._name(sequence)
@@ -405,7 +381,7 @@ class State:
         if event.source == "cache":
             self.counts["tokens found in cache"] += len(event.blocks) * self.block_size
 
-    def _copy(self, event: BlockCopied) -> None:
+    def _copy(self, event: ev.BlockCopied) -> None:
         if self.ref_count(event.source) != event.holders:
             raise ValueError(
                 f"block {event.source} has {self.ref_count(event.source)} holders before the copy, not {event.holders}"
@@ -477,11 +453,11 @@ class State:
 
     # --- The prefix cache -------------------------------------------------------------------------
 
-    def _cache(self, sequence: LiveSequence, event: BlockCached) -> None:
+    def _cache(self, sequence: LiveSequence, event: ev.BlockCached) -> None:
         self._check_entry(sequence, event.logical_block, event.block)
         self.cached[event.block] = sequence.tokens_in(event.logical_block, self.block_size)
 
-    def _deduplicate(self, event: BlockDeduplicated) -> None:
+    def _deduplicate(self, event: ev.BlockDeduplicated) -> None:
         if event.cached not in self.cached:
             raise ValueError(f"block {event.cached} is not in the prefix cache")
         self._replace(event.sequence, event.logical_block, event.own, event.cached)

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from minipaged.api.vllm_arguments import CHAT_ARGUMENTS, SAMPLING_ARGUMENTS
 from minipaged.errors import InvalidRequest
 from minipaged.models.tokenizer import with_plain_content
 from minipaged.params import BeamSearchParams, SamplingParams
@@ -53,17 +54,22 @@ Seed = Annotated[Whole, AfterValidator(_64_bits)]
 LogitBias = Annotated[dict[str, float], Field(max_length=1024)]
 
 
-_TOOLS = "minipaged calls no tools; leave it out, and describe them in a message"
 _ELSEWHERE = "minipaged looks nothing up and stores nothing; leave it out, and put the facts into a message"
 _THOUGHTS = "models here do not think before they answer; leave it out"
-_STRUCTURE = "minipaged does not constrain output to a grammar; leave it out"
-_MEDIA = "the models that minipaged runs read and write text only; leave it out"
+_AS_IN_PYTHON = {**CHAT_ARGUMENTS, **SAMPLING_ARGUMENTS}
+_TOOLS = _AS_IN_PYTHON["tools"].why
 _NO_EXTENSIONS = "nothing here reads it; leave it out"
 REFUSED = {
+    **{name: _AS_IN_PYTHON[name].why for name in ("lora_request", "repetition_detection", "watermarking", "best_of")},
+    "routed_experts_prompt_start": _AS_IN_PYTHON["routed_experts_prompt_start"].why,
     **dict.fromkeys(("tools", "tool_choice", "functions", "function_call"), _TOOLS),
-    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice"), _STRUCTURE),
-    **dict.fromkeys(("guided_grammar", "response_format"), _STRUCTURE),
-    **dict.fromkeys(("audio", "modalities", "mm_processor_kwargs", "media_io_kwargs"), _MEDIA),
+    **dict.fromkeys(
+        ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "response_format"),
+        _AS_IN_PYTHON["structured_outputs"].why,
+    ),
+    **dict.fromkeys(
+        ("audio", "modalities", "mm_processor_kwargs", "media_io_kwargs"), _AS_IN_PYTHON["mm_processor_kwargs"].why
+    ),
     **dict.fromkeys(("web_search_options", "documents", "store"), _ELSEWHERE),
     **dict.fromkeys(("reasoning_effort", "thinking_token_budget", "verbosity"), _THOUGHTS),
     **dict.fromkeys(("vllm_xargs", "ec_transfer_params"), _NO_EXTENSIONS),
@@ -72,28 +78,21 @@ REFUSED = {
     "kv_transfer_params": "the server finds blocks by their tokens (--kv-connector); leave it out",
     "logits_processors": "a processor is a program; use logit_bias or bad_words instead",
     "suffix": "minipaged does not fill in the middle; leave it out",
-    "best_of": "OpenAI has dropped it; ask for n with logprobs, and choose the best",
     "cache_salt": "equal prefixes of all clients share their blocks; --no-prefix-caching keeps them apart",
-    "lora_request": "minipaged loads no adapters; merge it into the weights",
     "prompt_embeds": "minipaged takes prompts as text or token ids",
-    "repetition_detection": "minipaged ends no text for repeating itself; use stop or repetition_penalty",
     "stream_interval": "each step's tokens are sent at once; leave it out",
-    "watermarking": "minipaged puts no watermark into the text; leave it out",
     "return_prompt_text": "the text is not sent back; /tokenize with these messages, and /detokenize, give it",
     "return_token_offsets": "use logprobs instead, whose text_offset says where tokens begin",
     "return_weight_versions": "a model's weights are the same from its start to its end; leave it out",
-    "routed_experts_prompt_start": "the models that minipaged runs have no experts; leave it out",
 }
 """Maps a known but unsupported field to the reason, or to what to do instead."""
 DONE_ANYWAY: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs", "vllm_xargs", "ec_transfer_params"), ({},)),
     "kv_transfer_params": ({},),
-    "best_of": (1,),
     "service_tier": ("default",),
     "verbosity": ("medium",),
     "reasoning_effort": ("minimal",),
-    "thinking_token_budget": (-1,),
-    "stream_interval": (1,),
+    **{name: _AS_IN_PYTHON[name].let_through for name in ("best_of", "thinking_token_budget", "stream_interval")},
 }
 """Maps a field in `REFUSED` to values that are accepted, because they ask for the default behaviour."""
 WITHOUT_EFFECT = {

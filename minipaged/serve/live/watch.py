@@ -36,29 +36,9 @@ from typing import Any
 
 import msgspec
 
+from minipaged import events as ev
 from minipaged.engine.engine import Engine
-from minipaged.events import (
-    BlockCached,
-    BlockCopied,
-    BlockDeduplicated,
-    BlockEvicted,
-    BlocksFreed,
-    BlocksLoaded,
-    EngineStarted,
-    Event,
-    PrefixReused,
-    RequestAdmitted,
-    RequestArrived,
-    RequestFinished,
-    RequestPreempted,
-    SequenceFinished,
-    SequenceForked,
-    StepFailed,
-    SwappedIn,
-    SwappedOut,
-    TokenGenerated,
-    TokensComputed,
-)
+from minipaged.events import Event
 from minipaged.replay.state import LETTERS, PoolState, State
 
 INTERVAL = 0.1
@@ -137,7 +117,7 @@ class Watch:
     def of(cls, engine: Engine) -> Watch:
         """Make a watch of an engine that has not run yet. Its pages show the engine's memory from the beginning."""
         watch, config = cls(), engine.config
-        watch(EngineStarted(config.num_blocks, config.num_swap_blocks, config.block_size, config.max_model_len))
+        watch(ev.EngineStarted(config.num_blocks, config.num_swap_blocks, config.block_size, config.max_model_len))
         engine.listeners.append(watch)  # the engine sends EngineStarted again, before its first other event
         return watch
 
@@ -238,7 +218,7 @@ class Watch:
         """Apply an event to the state, and note which blocks and requests it changes."""
         state, device = self.state, self._device
         match event:
-            case TokensComputed():
+            case ev.TokensComputed():
                 sequence = state.sequences[event.sequence]
                 first = sequence.num_computed // state.block_size
                 begins = not sequence.table
@@ -246,39 +226,39 @@ class Watch:
                 self._touch(device, sequence.table[first:])
                 if begins:
                     self._tell(sequence.request.name)
-            case TokenGenerated():
+            case ev.TokenGenerated():
                 state.apply(event)
                 self._generated(event.request, moment)
-            case BlockCopied():
+            case ev.BlockCopied():
                 state.apply(event)
                 self._touch(device, (event.source, event.destination))
-            case BlocksFreed():
+            case ev.BlocksFreed():
                 sequence = state.sequences[event.sequence]
                 self._touch(self._host if sequence.swapped else device, event.blocks)
                 state.apply(event)
                 self._tell(sequence.request.name)
-            case PrefixReused():
+            case ev.PrefixReused():
                 state.apply(event)
                 self._touch(device, event.blocks)
                 self._reused(event)
-            case BlocksLoaded():
+            case ev.BlocksLoaded():
                 state.apply(event)
                 self._touch(device, event.blocks)
                 self._tell(state.sequences[event.sequence].request.name)
-            case SwappedOut() | SwappedIn():
+            case ev.SwappedOut() | ev.SwappedIn():
                 state.apply(event)
                 for one, other in event.pairs:
-                    on_device, on_host = (one, other) if isinstance(event, SwappedOut) else (other, one)
+                    on_device, on_host = (one, other) if isinstance(event, ev.SwappedOut) else (other, one)
                     self._touch(device, (on_device,))
                     self._touch(self._host, (on_host,))
                 self._tell(event.request)
-            case BlockCached() | BlockEvicted():
+            case ev.BlockCached() | ev.BlockEvicted():
                 state.apply(event)
                 self._touch(device, (event.block,))
-            case BlockDeduplicated():
+            case ev.BlockDeduplicated():
                 state.apply(event)
                 self._touch(device, (event.own, event.cached))
-            case SequenceForked():
+            case ev.SequenceForked():
                 state.apply(event)
                 parent = state.sequences[event.parent]
                 self._touch(self._host if parent.swapped else device, parent.table)
@@ -289,24 +269,24 @@ class Watch:
 
     def _follow_request(self, event: Event, moment: float) -> None:
         match event:
-            case EngineStarted():
+            case ev.EngineStarted():
                 self._forget_run()
-            case RequestArrived():
+            case ev.RequestArrived():
                 if earlier := self._requests.get(event.request):  # it has ended, and its id is used again
                     self._forget(earlier)
                 prompt = len(event.prompt_token_ids)
                 self._requests[event.request] = WatchedRequest(self._num_requests, event.request, prompt, moment)
                 self._num_requests += 1
                 self._tell(event.request)
-            case RequestAdmitted():
+            case ev.RequestAdmitted():
                 self._num_queried += event.num_looked_up
                 self._tell(event.request)
-            case RequestPreempted() | SequenceFinished():
+            case ev.RequestPreempted() | ev.SequenceFinished():
                 self._tell(event.request)
-            case RequestFinished():
+            case ev.RequestFinished():
                 self._tell(event.request)
                 self._end(self._requests[event.request], event.reason)
-            case StepFailed():
+            case ev.StepFailed():
                 for name in event.requests:
                     self._tell(name)
 
@@ -332,7 +312,7 @@ class Watch:
         request.changed = self._version + 1
         self._requests.move_to_end(name)
 
-    def _reused(self, event: PrefixReused) -> None:
+    def _reused(self, event: ev.PrefixReused) -> None:
         name = self.state.sequences[event.sequence].request.name
         request = self._requests[name]
         if event.source == "cache" and request.ttft is None and not request.found:  # not after a preemption

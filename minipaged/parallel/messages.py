@@ -60,7 +60,7 @@ class RankLoaded(Message, frozen=True):
 
 
 class RankRefused(Message, frozen=True):
-    """The answer that the checkpoint cannot be loaded, or cannot be cut for this rank."""
+    """The answer that the checkpoint cannot be loaded or cut for this rank, or that there is no room for the KV cache."""
 
     error: str
 
@@ -71,12 +71,6 @@ class RankReady(Message, frozen=True):
     number: int
     """The number of the `Make`."""
     costs: Costs
-
-
-class NoRoom(Message, frozen=True):
-    """The answer to `Make` if the rank has too little memory for the KV cache."""
-
-    error: str
 
 
 class RankFailed(Message, frozen=True):

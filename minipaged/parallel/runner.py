@@ -13,7 +13,7 @@ from torch import Tensor
 from minipaged.contracts import Runner, Sampled, StepResult
 from minipaged.errors import InvalidRequest
 from minipaged.mirror import PerLane, Rows
-from minipaged.parallel.messages import Make, Making, NoRoom, Ran, RankReady, RunStep
+from minipaged.parallel.messages import Make, Making, Ran, RankReady, RankRefused, RunStep
 from minipaged.parallel.workers import RankProcesses
 from minipaged.params import EngineConfig
 from minipaged.scheduling import Costs
@@ -51,7 +51,7 @@ class ParallelRunner(Runner):
     def _prepared(self, rank: int) -> Costs:
         while True:
             made = self.workers.answer(rank, patient=True)
-            if isinstance(made, NoRoom):
+            if isinstance(made, RankRefused):
                 self.workers.close()
                 raise MemoryError(made.error)
             if isinstance(made, RankReady) and made.number == self.workers.num_served:

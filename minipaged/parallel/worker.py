@@ -26,7 +26,6 @@ from minipaged.parallel.messages import (
     Doing,
     Make,
     Making,
-    NoRoom,
     RankFailed,
     RankLoaded,
     RankRefused,
@@ -91,7 +90,7 @@ class RankWorker:
                         try:
                             self._tell(rank.make(config, number))
                         except MemoryError as error:
-                            self._tell(NoRoom(str(error)))
+                            self._tell(RankRefused(str(error)))
                     case RunStep():
                         self.doing = f"running step {order.step.number}"
                         if ran := rank.run(order):

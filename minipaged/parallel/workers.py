@@ -37,7 +37,6 @@ from minipaged.parallel.messages import (
     Answer,
     Doing,
     Message,
-    NoRoom,
     RankFailed,
     RankRefused,
     Result,
@@ -266,9 +265,7 @@ def _listen(process: Process, processes: list[Process], heard: Heard) -> None:
         with heard.changed:
             if isinstance(answer, Doing):
                 heard.doing[process.rank] = answer
-            elif isinstance(
-                answer, NoRoom | RankRefused
-            ):  # it answers for all ranks, because the others wait for this one
+            elif isinstance(answer, RankRefused):  # it answers for all ranks, because the others wait for this one
                 for those in heard.answers:
                     those.append(answer)
             else:

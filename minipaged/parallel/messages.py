@@ -60,7 +60,7 @@ class RankLoaded(Message, frozen=True):
 
 
 class RankRefused(Message, frozen=True):
-    """The answer that the checkpoint cannot be loaded or cut for this rank, or that there is no room for the KV cache."""
+    """The answer that the checkpoint cannot be loaded or cut for this rank, or that the KV cache has no room."""
 
     error: str
 
@@ -137,7 +137,7 @@ class Choices(msgspec.Struct, array_like=True, frozen=True):
 
 
 Order = Make | RunStep | Where
-Answer = RankLoaded | RankRefused | RankReady | NoRoom | RankFailed | Doing
+Answer = RankLoaded | RankRefused | RankReady | RankFailed | Doing
 Result = Making | Ran
 
 _encoder = msgspec.msgpack.Encoder()

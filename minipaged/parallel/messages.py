@@ -37,7 +37,7 @@ class Make(Message, frozen=True):
     """How many were asked for, this one included."""
 
 
-class RunStep(Message, frozen=True):
+class RunStep(Message, frozen=True, tag="Run"):  # the message of every step: its name is sent each time
     """Follow this step (`steps.py`)."""
 
     step: StepInput

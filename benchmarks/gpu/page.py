@@ -117,19 +117,19 @@ def write(run: Run | None, docs: Path) -> None:
 
 
 NOT_MEASURED = """\
-**Not yet measured.** The fast tier has not run on a GPU: no figure of one is claimed anywhere. What can be known
-without one is in [tuning.md](tuning.md): what the compiler makes of the kernels, and what to expect."""
+**Not yet measured.** The fast tier has not run on a GPU, and no page claims a figure of one. [tuning.md](tuning.md) has
+the compiler's figures for the kernels, and predictions."""
 
 OF_TARGETS = """\
-A rate's target is a share of what the same card does in the same run: of a large copy, or of a large matrix product.
-Beside it stands what that comes to on an H200."""
+A rate's target is a share of the rate of a large copy, or of a large matrix product, on the same card in the same run.
+The figure in brackets is that share on an H200."""
 
 
 def said_of_checks(rows: Sequence[Row]) -> str:
     """Figures of kernels that are wrong are worth nothing: so the page says first what was checked."""
     counts = Counter(row["status"] for row in rows if row["section"] in CHECKS)
     if not counts:
-        return "**No checks are in these runs**: whether the results are right was not looked at."
+        return "**No checks are in these runs**: nothing says whether the results are right."
     failed = "**" if counts["failed"] else ""
     return f"{failed}Checks: {counts['ok']} passed, {counts['failed']} failed, {counts['skipped']} skipped.{failed}"
 
@@ -144,7 +144,7 @@ def measured(run: Run, drawn: bool) -> list[str]:
         f" {machine['cuda']}, Python {machine['python']}, {versions}.",
         "Made by\n\n" + "\n".join(f"- {line}" for line in run["made"]),
         said_of_checks(rows),
-        f"{OF_TARGETS} The last column but one names the measurement that is worst off; it stands for all.",
+        f"{OF_TARGETS} The column *where* names the worst measurement, which stands for all.",
         targets_table(rows),
     ]
     if drawn:
@@ -169,7 +169,7 @@ def targets_table(rows: Sequence[Row]) -> str:
 def all_rows(rows: Sequence[Row]) -> str:
     """Every measurement: how fast, which share of its ceiling, and how many times as fast as each peer."""
     lines = [
-        "| what | measured | time | share | peers, and how many times as fast as they it is |",
+        "| what | measured | time | share | peers, and our speed ÷ theirs |",
         "|---|---|---|---|---|",
     ]
     for row in rows:
@@ -221,7 +221,7 @@ def won_and_lost(rows: Sequence[Row]) -> list[str]:
     return [
         f"## {title}\n\n" + ("\n".join(lines) or "- nowhere")
         for title, lines in (("Where it is as fast or faster", won), ("Where it is slower", lost))
-    ] + (["## Peers that were missing or would not\n\n" + "\n".join(named)] if named else [])
+    ] + (["## Peers that were missing or failed\n\n" + "\n".join(named)] if named else [])
 
 
 # --- The roofline ------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ class Make(Message, frozen=True):
     """The number of this order, counted from 1."""
 
 
-class RunStep(Message, frozen=True):
+class RunStep(Message, frozen=True, tag="Run"):  # a short tag, because it is sent at every step
     """The order to run a step (`steps.py`)."""
 
     step: StepInput

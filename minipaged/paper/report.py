@@ -1,5 +1,5 @@
-"""`minipaged paper report`: all results of a folder as one HTML file, which needs nothing from anywhere. And a page of
-one figure that can be stepped through, as `minipaged paper run` writes it."""
+"""The HTML files of `minipaged paper`: the report of all results, and the page of one figure that can be stepped
+through. Each is a single file without external resources."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ WHAT_IT_IS = (
 
 
 def figure_page(data: Mapping[str, Any]) -> str:
-    """Of one result that has a run to be stepped through."""
+    """Return the page of a result that has a recorded run to step through."""
     figure = FIGURES[data["figure"]]
     parts = [
         f"<h1>{text(data['title'])}</h1>",
@@ -57,7 +57,7 @@ def figure_page(data: Mapping[str, Any]) -> str:
 
 
 def report(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """The whole page. `results`: by figure, in the order in which they are shown."""
+    """Return the report. `results` maps figures to results, in the order in which they are shown."""
     parts = [
         "<h1>The PagedAttention paper, made again</h1>",
         f"<p>{text(published.source())}</p>",
@@ -82,7 +82,7 @@ def report(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _whole(title: str, parts: Iterable[str], wide: int) -> str:
-    """A page of these parts, at most so many letters' widths wide."""
+    """Return an HTML page with these parts. `wide` is its maximum width in rem."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'

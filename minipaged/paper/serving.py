@@ -170,8 +170,7 @@ class Between:
 
 @dataclass(slots=True)
 class Pace:
-    """Measures the times between successive tokens of each request. It looks at all running requests after each step.
-    """
+    """Measures the times between successive tokens of each request. It looks at running requests after each step."""
 
     runner: SimulatedRunner
     latest: dict[str, tuple[int, float]] = field(default_factory=dict)

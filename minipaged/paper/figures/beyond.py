@@ -1,8 +1,8 @@
-"""What came after the paper, on the same machines: chunked prefill against prompts first, other orders of service, K/V
-in 8 bits, and recomputing against swapping where a block is one piece of memory.
+"""Techniques that came after the paper, on the same simulated machines: chunked prefill against prefill-first steps,
+other orders of service, K/V in 8 bits, and recomputing against swapping if a block is one piece of memory.
 
-There are no curves of the paper to be met here. What others have published is named in each figure's notes, where their
-setting is near enough to be compared.
+The paper has no curves to compare with here. A figure's notes name results that others have published, if their setting
+is similar enough.
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ QUICK_SECONDS, SECONDS = 200.0, 1200.0
 # --- Chunked prefill ------------------------------------------------------------------------------
 
 OBJECTIVES = {"quick start": (0.5, 0.20), "balanced": (1.0, 0.15), "even pace": (4.0, 0.125)}
-"""Assumed: most seconds to the first token, and for each one after it on average. A request has to keep to both."""
+"""Assumed objectives: the limits on seconds to the first token, and on mean seconds per token after it. A request must
+meet both."""
 MISSED = 0.1
-"""Assumed: so large a share of the requests may miss one of them."""
+"""Assumed: the share of requests that may miss an objective."""
 STALL = 0.3
-"""Assumed: seconds between two tokens that a reader takes for a stall; a hundredth of them may be longer."""
+"""Assumed: seconds between two tokens that a reader notices as a stall. 1 % of the times between tokens may be longer.
+"""
 
 
 def share_met(each: Sequence[tuple[float, float]], first: float, after: float) -> float:
-    """Of requests, each with its seconds to the first token and for each one after it, those within both limits."""
+    """Return the share of requests within both limits. `each` has their times to first token and times per token."""
     return sum(seconds <= first and pace <= after for seconds, pace in each) / len(each)
 
 
 class ChunkedPrefill(Figure):
-    """Goodput, the highest rate at which nine of ten requests keep to two objectives: chunks against whole prompts."""
+    """Goodput of chunked prefill and of whole prompts: the highest rate at which 9 of 10 requests meet objectives."""
 
     name = "beyond/chunked-prefill"
     title = "Chunked prefill against prompts first: goodput (ShareGPT, OPT-175B)"
@@ -58,7 +60,7 @@ class ChunkedPrefill(Figure):
     MODEL, DATASET = "OPT-175B", "ShareGPT"
     RATES = (1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5)
     AT = 2.0
-    """At this rate the two times are drawn."""
+    """The rate of the bar charts."""
     KINDS: Mapping[str, tuple[str, int]] = {
         "chunks of 128": ("", 128),
         "chunks of 256": ("", 256),
@@ -66,7 +68,7 @@ class ChunkedPrefill(Figure):
         "chunks of 2,048": ("", 2048),
         "prompts first": (PREFILL_FIRST, BATCH_TOKENS),
     }
-    """Name -> (policy, most tokens of a step)."""
+    """Name -> (policy, limit of tokens per step)."""
 
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
         seconds = QUICK_SECONDS / 4 if quick else SECONDS / 2
@@ -120,7 +122,7 @@ class ChunkedPrefill(Figure):
         return FigureResult(plots, checks, notes=self._notes(slowest))
 
     def _notes(self, slowest: Mapping[str, Sequence[published.Point]]) -> list[str]:
-        """`slowest`: what 99 % of the times between tokens do not exceed, by rate."""
+        """Return the figure's notes. `slowest` is the 99th percentile of the times between tokens, by rate."""
         return [
             f"Goodput: the rate up to which no more than {MISSED:.0%} of the requests miss an objective. The "
             "objectives are assumed, and were chosen after first runs. No number: more miss it at the lowest rate.",
@@ -136,7 +138,7 @@ class ChunkedPrefill(Figure):
         ]
 
     def _bars(self, results: Sequence[Mapping[str, Any]]) -> list[Plot]:
-        """Three times at one rate, of each kind."""
+        """Return bar charts of three kinds of times at the rate AT, with a group of bars for each of KINDS."""
         groups = [name.removeprefix("chunks of ") for name in self.KINDS]
         between = [{**one["between"]["percentiles"], "longest": one["between"]["longest"]} for one in results]
         most = {"median": "p50", "90 %": "p90"}
@@ -147,13 +149,13 @@ class ChunkedPrefill(Figure):
             ("time between two tokens", between, {"median": "p50", "99 %": "p99", "longest": "longest"}),
         ):
             lines = [Line(label, OURS, list(enumerate(time[key] for time in times))) for label, key in bars.items()]
-            slow = title != "time per output token"  # some of them by far
+            slow = title != "time per output token"  # these times differ by orders of magnitude
             plots.append(Plot(f"{title} at {self.AT:g} requests/s", "", "s", lines, groups=groups, log_y=slow))
         return plots
 
 
 def up_to(slowest: Mapping[str, Sequence[published.Point]]) -> str:
-    """Up to which rate each stays within STALL."""
+    """Return a text with the rate up to which each line stays within STALL."""
 
     def rate(line: Sequence[published.Point]) -> str:
         if line[0][1] > STALL:
@@ -167,11 +169,11 @@ def up_to(slowest: Mapping[str, Sequence[published.Point]]) -> str:
 # --- Orders of service ----------------------------------------------------------------------------
 
 URGENT = 0.2
-"""Assumed: so large a share of the requests has priority, one step of it (`PriorityFirst.PLACES` places)."""
+"""Assumed: the share of requests with priority, which is one step of it (`PriorityFirst.PLACES` places)."""
 
 
 class OrdersOfService(Figure):
-    """First come first served, the shortest first, and by priority, through the policy door."""
+    """Latency of three of the engine's policies: first come first served, shortest first, and priority."""
 
     name = "beyond/policies"
     title = "Orders of service: mean latency against rate (ShareGPT, OPT-13B)"
@@ -268,7 +270,7 @@ class OrdersOfService(Figure):
 
 
 class EightBits(Figure):
-    """Keys and values in 8 bits: the same memory holds twice the blocks, and attention reads half the bytes."""
+    """Keys and values in 8 bits: the memory holds twice as many blocks, and attention reads half the bytes."""
 
     name = "beyond/kv-8-bits"
     title = "K and V in 8 bits: normalized latency against rate (ShareGPT, OPT-13B)"
@@ -313,11 +315,12 @@ class EightBits(Figure):
 # --- Swap or recompute ----------------------------------------------------------------------------
 
 FASTER = 2.0
-"""Assumed: a link of 25 GB/s, twice the paper's. (A PCIe 4.0 link of 16 lanes has 32 by its data sheet.)"""
+"""Assumed: a link of 25 GB/s, twice the speed of the paper's. (A PCIe 4.0 link of 16 lanes has 32 by its data sheet.)
+"""
 
 
 class OnePiece(Figure):
-    """Swapping against recomputing where a block is one piece of memory, and where it is 80 (as in Fig. 19)."""
+    """Swapping against recomputing, with blocks of one piece of memory and with blocks of 80 pieces (as in Fig. 19)."""
 
     name = "beyond/swap-or-recompute"
     title = "Swap or recompute, blocks in one piece and in 80 (OPT-13B)"
@@ -334,7 +337,7 @@ class OnePiece(Figure):
         "Two machines' worth of arithmetic (`KERNELS` in paper/machines.py): where do the lines cross?",
     )
     TOKENS = 256
-    """Of the sequence in the first plot, as in Fig. 19a."""
+    """Tokens of the sequence in the first plot, as in Fig. 19a."""
     LINKS: Mapping[str, float] = {"the paper's link": 1.0, f"a link {FASTER:g} times as fast": FASTER}
     PIECES: Mapping[str, bool] = {"80 pieces": False, "one piece": True}
 
@@ -386,7 +389,7 @@ class OnePiece(Figure):
         )
 
     def _one_sequence(self) -> Plot:
-        """What both ways cost it, by the machine: no run."""
+        """Return a plot of the costs of swapping and recomputing one sequence, computed from the machine."""
         here = machine("OPT-13B")
         lines = []
         for label, one_piece in self.PIECES.items():

@@ -12,29 +12,30 @@ from minipaged.paper.machines import SETTINGS
 from minipaged.paper.serving import ServingSetup
 
 MODEL, DATASET = "OPT-13B", "ShareGPT"
-"""The paper's is a model of 13 billion parameters; which requests it served is not said."""
+"""The model and dataset. The paper's model has 13 billion parameters. It does not name the dataset."""
 SYSTEMS = {"Existing systems": "Orca (Max)", "vLLM": "vLLM"}
 BATCHES = {"Existing systems": tuple(range(1, 8)), "vLLM": (4, 8, 12, 16, 20, 24, 28, 32, 36, 40)}
-"""Sequences that run at once: by Orca (Max) no more than 7 get room."""
+"""Limits of sequences that run at once. Orca (Max) has room for 7."""
 AT_ONCE = 1000.0
-"""Requests a second, for so short a time that all are there nearly at once: some wait as long as is measured."""
+"""Requests per second. They arrive within such a short time that the batch is full during the whole measurement."""
 SECONDS, QUICK_SECONDS = 0.8, 0.15
 MEMORY_TOLERANCE, THROUGHPUT_TOLERANCE = 1.0, 0.20
-"""GB, as far apart as the paper's points are; and of tokens a second, of which it says less than of all else."""
+"""Tolerances: of memory in GB, as far apart as the paper's points are; of tokens per second as a fraction, wide because
+the paper gives few details of how it measured."""
 MOST_TOLERANCE = 0.15
-"""Of the requests that fit."""
+"""Tolerance of the number of requests that fit, as a fraction."""
 NOTABLE = 1.5
-"""Times the tokens a second from which on we call a boost "notable", which the paper leaves open."""
+"""The gain in tokens per second from which we call a boost "notable". The paper does not define the word."""
 
 
 def gigabytes(held: float) -> float:
-    """The weights, and this share of the KV memory."""
+    """Return the size of the weights and of this share of the KV memory."""
     setting = SETTINGS[MODEL]
     return (setting.weight_bytes + held * setting.kv_memory_bytes) / 1e9
 
 
 def at(points: list[published.Point], x: float) -> float:
-    """On the straight line between the points around x."""
+    """Return the value at `x`, with points joined linearly."""
     for (x0, y0), (x1, y1) in pairwise(points):
         if x0 <= x <= x1 and x1 > x0:
             return y0 + (x - x0) / (x1 - x0) * (y1 - y0)
@@ -42,13 +43,13 @@ def at(points: list[published.Point], x: float) -> float:
 
 
 def slope(points: list[published.Point]) -> float:
-    """From the first to the last."""
+    """Return the slope from the first to the last point."""
     (x0, y0), (x1, y1) = points[0], points[-1]
     return (y1 - y0) / (x1 - x0)
 
 
 class Fig1(Figure):
-    """Two plots: what more requests in a batch cost in memory, and gain in throughput."""
+    """Two plots against the number of requests in a batch: memory and throughput."""
 
     name = "1"
     title = "Fig. 1, right: memory and throughput by batch size, OPT-13B on an A100 of 40 GB"

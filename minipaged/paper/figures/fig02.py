@@ -1,4 +1,4 @@
-"""Fig. 2: what the KV memory holds: tokens, room reserved for tokens to come, and waste."""
+"""Fig. 2: the use of the KV memory: tokens, slots reserved for tokens to come, and waste."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from minipaged.paper.figures.fig13 import SYSTEMS, serving
 from minipaged.paper.serving import ServingSetup
 
 TOLERANCE = 2.0
-"""Percent of the memory: of tokens. The paper's are one run's, and its way of counting is not described."""
+"""Tolerance of the share of tokens, in percent of the memory. The paper has a single run, and does not describe how it
+counts."""
 OTHERS_TOLERANCE = 5.0
-"""Of the other shares."""
+"""Tolerance of the other shares, in percent of the memory."""
 SAID = 20.4, 38.2
-"""Percent of the memory: of tokens, of those who reserve, by section 1."""
+"""The lowest and highest share of tokens in systems that reserve memory, in percent, by section 1."""
 PARTS = {
     "token states": "tokens",
     "reservation": "reserved",
     "internal": "internal",
     "external and others": "external",
 }
-"""The paper's names, and those of `serving.Queued`."""
+"""The paper's name of each share -> its field in `serving.Queued`."""
 
 
 class Fig2(Figure):
-    """Four shares of four systems."""
+    """Shares of the KV memory in four systems."""
 
     name = "2"
     title = "Fig. 2: what the KV memory holds, OPT-13B, ShareGPT"

@@ -12,15 +12,16 @@ from minipaged.paper.figures.panel import Panel
 from minipaged.paper.machines import SETTINGS, machine
 
 TOLERANCE = 0.18
-"""Of each knee. (The median of all is to be within MEDIAN.)"""
+"""Tolerance of each knee, as a fraction."""
 MEDIAN = 0.06
+"""The limit of the median error of all knees."""
 HEIGHT = 0.10
-"""Of a curve where nothing waits."""
+"""Tolerance of a curve's height where nothing waits, as a fraction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A sentence of the paper: on these datasets vLLM serves `least` to `most` times the rate of `system`."""
+    """A sentence of the paper which says that on these datasets vLLM serves `least` to `most` times `system`'s rate."""
 
     words: str
     system: str
@@ -30,15 +31,16 @@ class Said:
 
 
 BASIC = 1.3
-"""How many times the requests of Orca (Oracle) vLLM serves on Alpaca, one sequence each: section 6.3, of Fig. 12d."""
+"""vLLM's rate relative to Orca (Oracle)'s on Alpaca with one sequence per request, by section 6.3 on Fig. 12d."""
 READ = 0.05
-"""How far what is read off the paper's curves may be from that."""
+"""The largest deviation of the paper's curves from its sentence with which the sentence still holds, as a fraction."""
 SAID = (
     Said("1.7x-2.7x higher request rates compared to Orca (Oracle)", "Orca (Oracle)", ("ShareGPT",), 1.7, 2.7),
     Said("2.7x-8x higher request rates compared to Orca (Max)", "Orca (Max)", ("ShareGPT",), 2.7, 8.0),
     Said("up to 22x higher request rates than FasterTransformer", "FasterTransformer", ("ShareGPT", "Alpaca"), 0, 23.5),
 )
-"""Section 6.2, of single sequences. ("Up to" is borne out by what is less, and 23.1 is read off a curve.)"""
+"""The sentences of section 6.2 on single sequences. "Up to 22x" also holds for smaller ratios, and for the 23.1 that
+the paper's curves give."""
 
 
 WHY = {
@@ -53,11 +55,11 @@ WHY = {
         "paper's point is below the law's, so there nobody waited. Why not is not known.",
     },
 }
-"""Of each panel, `Figure.why`."""
+"""`Figure.why` of each panel."""
 
 
 class Fig12(Panel):
-    """One panel."""
+    """One panel of Fig. 12."""
 
     section = "6.2"
     look = (
@@ -85,18 +87,20 @@ class Fig12(Panel):
         return [*self.knee_checks(ours, TOLERANCE), self.height_check(dict(ours["vLLM"]))]
 
     def flat_point(self) -> FlatPoint:
-        """Of vLLM, the one of the highest rate by which the machine was calibrated."""
+        """Return vLLM's flat point with the highest rate."""
         return max((point for point in flat_points(self.panel) if point.system == "vLLM"), key=lambda point: point.rate)
 
     def height_check(self, ours: Mapping[float, float]) -> Check:
-        """Of vLLM, at its fastest flat point: no prediction, but a machine that is wrong
-        shows here. `ours`: seconds a token by rate."""
+        """Return a check of vLLM's latency at its flat point with the highest rate.
+
+        The point calibrated the machine, so the check is no prediction. But it shows whether the machine is wrong.
+        `ours` is seconds per token by rate."""
         flat = self.flat_point()
         paper, found = flat.seconds_per_token, ours.get(flat.rate)
         return Check(f"vLLM at {flat.rate:g}/s", paper, found, HEIGHT, unit=" s", kind="calibrated")
 
     def sentences(self, ours: Mapping[str, Sequence[published.Point]]) -> list[PaperClaim]:
-        """Of how many times a baseline's rate vLLM serves."""
+        """Return the paper's sentences on vLLM's rate relative to the baselines'."""
         dataset, knees, found = published.dataset(self.panel), self.knees(ours), list[PaperClaim]()
         for said in SAID:
             if dataset not in said.datasets:

@@ -1,4 +1,4 @@
-"""Fig. 13: how many requests each system has in a batch, where more come than it can serve."""
+"""Fig. 13: the number of requests in each system's batch when more arrive than it can serve."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ MODEL = "OPT-13B"
 SYSTEMS = ("Orca (Max)", "Orca (Pow2)", "Orca (Oracle)", "vLLM")
 ORACLE = "Orca (Oracle)"
 RATES = {"ShareGPT": 2.0, "Alpaca": 30.0}
-"""Requests a second, as in the paper."""
+"""Requests per second, as in the paper."""
 TOLERANCES = {"ShareGPT": 0.05, "Alpaca": 0.20}
 SECONDS = {"ShareGPT": SETTINGS[MODEL].seconds, "Alpaca": 300.0}
-"""Of arrivals: ShareGPT's hour as in the paper. Who is overloaded settles within a few requests' time. vLLM is not
-overloaded all the while: its mean creeps up with the trace for half an hour, and quick ones are lower. Alpaca's hour
-would be 108,000 requests, of which each takes seconds: a few minutes are long for them."""
+"""Durations of the arrivals: an hour of ShareGPT, as in the paper. An overloaded system reaches its mean within the
+time of a few requests. vLLM is not overloaded all the time. Its mean rises with the trace for half an hour, and is
+lower in quick runs. An hour of Alpaca would be 108,000 requests. Each takes seconds, so a few minutes suffice."""
 QUICK_SECONDS = {"ShareGPT": 240.0, "Alpaca": 60.0}
 
 
 def serving(system: str, dataset: str, *, quick: bool, seed: int) -> ServingSetup:
-    """One bar: also of Fig. 2."""
+    """Return the job for one bar. Fig. 2 uses it too."""
     seconds = (QUICK_SECONDS if quick else SECONDS)[dataset]
     return ServingSetup(system, MODEL, dataset, RATES[dataset], seconds, seed)
 
 
 class Fig13(Figure):
-    """Mean batched requests."""
+    """The mean number of requests in a batch, for each system."""
 
     name = "13"
     title = "Fig. 13: requests in a batch, OPT-13B"

@@ -13,13 +13,13 @@ from minipaged.paper.machines import FURTHER_BEAM, FURTHER_SAMPLE
 from minipaged.paper.serving import ServingSetup, serve
 
 RATIO = 0.15
-"""How far vLLM ÷ Orca (Oracle) may be from the paper's."""
+"""Tolerance of the ratio vLLM ÷ Orca (Oracle), as a fraction."""
 SAID = 2.3
-"""How many times the requests of Orca (Oracle) vLLM serves with beams of width 6: section 6.3."""
+"""vLLM's rate relative to Orca (Oracle)'s with beam width 6, by section 6.3."""
 READ = 0.05
-"""How far what is read off the paper's curves may be from what it says."""
+"""The largest deviation of the paper's curves from its sentence with which the sentence still holds, as a fraction."""
 FLAT_SECONDS = 60.0
-"""How long traces are by which the further sequences' cost is calibrated: nothing waits, so no longer one is needed."""
+"""Duration of the traces that calibrate the cost of further sequences. Nothing waits, so short traces suffice."""
 ORCA_IS_TOO_FAST = (
     "Orca serves too much. With beams (d, e, f) its knees are 13 to 51 % high, vLLM's within 8 %; with samples "
     "(a, b, c) Orca's are at most 5 % high. What beams do beside is to fork and die all the time, and then Orca "
@@ -31,7 +31,7 @@ WIDTHS = {"a": 2, "b": 4, "c": 6, "d": 2, "e": 4, "f": 6}
 
 
 class Fig14(Panel):
-    """One panel."""
+    """One panel of Fig. 14."""
 
     section = "6.3"
     seconds = 600.0
@@ -63,7 +63,7 @@ class Fig14(Panel):
         return [self.ratio_check(ours, "vLLM", "Orca (Oracle)", RATIO), *self.knee_checks(ours, None)]
 
     def sentences(self, ours: Mapping[str, Sequence[published.Point]]) -> list[PaperClaim]:
-        """Of the widest beams; how the sentence begins is Fig. 12d's."""
+        """Return the paper's sentence on the widest beams. Its first half belongs to Fig. 12d."""
         said = f"improvement [...] over Orca (Oracle) [...] goes [...] to {SAID:g}x in beam search with a width of 6"
         return [self.times_said(ours, said, SAID, READ)] if self.name == "14f" else []
 
@@ -81,7 +81,8 @@ class Fig14(Panel):
 
 
 def misses(beams: bool, further: float) -> list[float]:
-    """(Ours - the paper's) / the paper's, of each flat point of vLLM, if this is what a further sequence costs."""
+    """Return the relative error, (ours - paper) / paper, at each of vLLM's flat points of Fig. 14, if `further` is the
+    relative cost of a request's further sequences."""
     return [
         serve(asked, asked.arrivals(), further).normalized_latency / point.seconds_per_token - 1
         for panel in FIG_14

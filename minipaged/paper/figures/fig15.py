@@ -1,4 +1,4 @@
-"""Fig. 15: memory saved by sharing blocks, where a request has several outputs."""
+"""Fig. 15: memory saved by sharing blocks between several outputs of a request."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from minipaged.paper.serving import ServingSetup
 MODEL, DATASET = "OPT-13B", "Alpaca"
 SEQUENCES = (2, 4, 6)
 RATES = {2: 9.0, 4: 5.0, 6: 3.5}
-"""Requests a second: half of what vLLM serves of such requests (Fig. 14). What is saved hardly depends on it."""
+"""Requests per second, by the number of outputs: half of what vLLM can serve (Fig. 14). The saving hardly depends on
+the rate."""
 SECONDS, QUICK_SECONDS = 300.0, 40.0
 TOLERANCE = 3.0
-"""Percent of the blocks."""
+"""Tolerance of the saving, in percent of the blocks."""
 
 
 METHODS = {"parallel": "parallel sampling", "beam": "beam search"}
-"""How requests get several outputs, by the paper's data."""
+"""The methods that give a request several outputs: name in the paper's data -> label."""
 SAID = {"parallel": (6.1, 9.8), "beam": (37.6, 55.2)}
-"""Percent of the blocks, with least and with most outputs: section 6.3."""
+"""Savings with the fewest and with the most outputs, in percent of the blocks, by section 6.3."""
 
 
 def serving(method: str, n: int, divergence: str, *, quick: bool, seed: int) -> ServingSetup:
-    """One bar: n outputs of each prompt."""
+    """Return the job for one bar, with `n` outputs of each prompt."""
     seconds = QUICK_SECONDS if quick else SECONDS
     return ServingSetup(
         "vLLM", MODEL, DATASET, RATES[n], seconds, seed, n=n, beams=method == "beam", divergence=divergence
@@ -34,7 +35,7 @@ def serving(method: str, n: int, divergence: str, *, quick: bool, seed: int) -> 
 
 
 class Fig15(Figure):
-    """Blocks saved, by how many outputs."""
+    """The share of blocks saved, by the number of outputs."""
 
     name = "15"
     title = f"Fig. 15: memory saved by sharing, {MODEL}, {DATASET}"
@@ -67,7 +68,7 @@ class Fig15(Figure):
     def outcome(self, results: Mapping[Job, Any]) -> FigureResult:
         printed = published.other("15 memory saving (%) OPT-13B Alpaca, n=2,4,6")
         plots, checks = [], []
-        of: dict[tuple[bool, str], list[float]] = {}  # beams, divergence -> by the number of outputs
+        of: dict[tuple[bool, str], list[float]] = {}  # (beams, divergence) -> savings by number of outputs
         for job, result in results.items():
             assert isinstance(job, ServingSetup)
             of.setdefault((job.beams, job.divergence), []).append(100 * result["saved_share"])

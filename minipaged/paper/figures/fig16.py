@@ -12,15 +12,15 @@ from minipaged.paper.serving import ServingSetup
 from minipaged.paper.workloads import PREFIX
 
 RATIO = 0.15
-"""How far vLLM ÷ Orca (Oracle) may be from the paper's."""
+"""Tolerance of the ratio vLLM ÷ Orca (Oracle), as a fraction."""
 SAID = {"16a": 1.67, "16b": 3.58}
-"""How many times the throughput of Orca (Oracle) vLLM has: section 6.4."""
+"""vLLM's throughput relative to Orca (Oracle)'s, by section 6.4."""
 READ = 0.03
-"""How far what is read off the paper's curves may be from what it says."""
+"""The largest deviation of the paper's curves from its sentence with which the sentence still holds, as a fraction."""
 
 
 class Fig16(Panel):
-    """One panel."""
+    """One panel of Fig. 16."""
 
     section = "6.4"
     seconds = 300.0
@@ -62,7 +62,7 @@ class Fig16(Panel):
         ]
 
     def sentences(self, ours: Mapping[str, Sequence[published.Point]]) -> list[PaperClaim]:
-        """Of the one ratio."""
+        """Return the paper's sentence on the ratio vLLM ÷ Orca (Oracle)."""
         said = SAID[self.panel]
         words = "when the one-shot prefix is shared" if self.panel == "16a" else "when more examples are shared"
         return [self.times_said(ours, f"{said}x higher throughput than Orca (Oracle) {words}", said, READ)]

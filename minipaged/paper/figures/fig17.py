@@ -11,17 +11,17 @@ from minipaged.paper.figures.panel import Panel
 from minipaged.paper.serving import ServingSetup
 
 RATIO = 0.2
-"""How far vLLM ÷ Orca (Oracle) may be from the paper's."""
+"""Tolerance of the ratio vLLM ÷ Orca (Oracle), as a fraction."""
 TOGETHER = 0.1
-"""How far the other two baselines may be from Orca (Oracle)."""
+"""Tolerance of the other baselines' ratios to Orca (Oracle), as a fraction."""
 SAID = 2.0
-"""How many times the rate of the baselines vLLM sustains: section 6.4."""
+"""vLLM's rate relative to the baselines', by section 6.4."""
 READ = 0.1
-"""How far what is read off the paper's curves may be from what it says."""
+"""The largest deviation of the paper's curves from its sentence with which the sentence still holds, as a fraction."""
 
 
 class Fig17(Panel):
-    """The one panel."""
+    """The one panel of Fig. 17."""
 
     section = "6.4"
     title = "Fig. 17: a chatbot, OPT-13B, ShareGPT"
@@ -48,7 +48,7 @@ class Fig17(Panel):
         ]
 
     def sentences(self, ours: Mapping[str, Sequence[published.Point]]) -> list[PaperClaim]:
-        """Of how far vLLM is ahead."""
+        """Return the paper's sentence on vLLM's lead over the baselines."""
         return [
             self.times_said(ours, f"{SAID:g}x higher request rates compared to the three Orca baselines", SAID, READ)
         ]

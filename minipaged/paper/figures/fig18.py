@@ -1,5 +1,5 @@
-"""Fig. 18: what blocks cost. (a) the attention kernel, measured on the machine that this runs on; (b) the latency of a
-whole trace by block size, simulated."""
+"""Fig. 18: the cost of blocks. (a) Time of the attention kernel, measured on the machine that runs this. (b) Latency of
+a whole trace by block size, simulated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REPETITIONS, QUICK_REPETITIONS = 60, 15
 
 
 class Fig18a(Figure):
-    """Paged attention's time over contiguous attention's, by context and batch."""
+    """Time of paged attention / time of contiguous attention, by context and batch."""
 
     name = "18a"
     title = "Fig. 18a: attention over blocks / over contiguous memory, measured here"
@@ -99,7 +99,7 @@ class Fig18a(Figure):
 # --- b --------------------------------------------------------------------------------------------
 
 DOUBLINGS = 1.0
-"""Of the block size by which the best one, and the ends of the good ones, may be apart: a factor of 2."""
+"""Tolerance of the best block size, and of the ends of the good range, in doublings. 1 is a factor of 2."""
 DATASETS = ("ShareGPT", "Alpaca")
 
 

@@ -1,6 +1,6 @@
-"""Fig. 19: two ways back for who was preempted, swapping and recomputing, by block size.
+"""Fig. 19: swapping and recomputing preempted requests, by block size.
 
-(a) what one of them costs, for 256 tokens; (b) what it makes of the latency of a whole trace.
+(a) The cost of each for one sequence of 256 tokens. (b) The latency of a whole trace with each.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from minipaged.paper.serving import ServingSetup
 from minipaged.scheduling import Way
 
 TOKENS = 256
-"""Moved or computed again. The paper does not say how many; its bandwidth implies so many."""
+"""Tokens that are swapped or recomputed. The paper does not state the number; its bandwidths imply 256."""
 
 # --- a --------------------------------------------------------------------------------------------
 
 SWAP_TOLERANCE = 0.05
-"""Of swapping out and in. Two of the machine's numbers, speed of the link and time of a copy, are from these points:
-this is how well two numbers fit nine, and no prediction."""
+"""Tolerance of the time to swap out and in, as a fraction. Two numbers of the machine, the link's speed and the time to
+start a copy, are fitted to these nine points. So this checks a fit and is no prediction."""
 RECOMPUTE_TOLERANCE = 0.10
-"""Of a prefill, by the law of a step: of this no point was used."""
+"""Tolerance of the time of a prefill by the cost model, as a fraction. None of these points was used for calibration.
+"""
 CROSSOVER_TOLERANCE = 1.0
-"""Doublings of the block size by which crossovers may be apart."""
+"""Tolerance of the crossover, in doublings of the block size."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaysBack:
-    """What both ways cost a sequence of so many tokens."""
+    """A job that computes the costs of swapping and recomputing one sequence."""
 
     model: str
     block_size: int
     tokens: int
 
     def run(self) -> ComebackCosts:
-        """By the machine."""
+        """Compute them by the machine's cost model."""
         made = machine(self.model)
         blocks = -(-self.tokens // self.block_size)
         return ComebackCosts(
@@ -50,16 +51,16 @@ class WaysBack:
 
 @dataclass(frozen=True, slots=True)
 class ComebackCosts:
-    """Seconds."""
+    """Costs of swapping and recomputing, in seconds."""
 
     one_way: float
-    """Over the link, out or in."""
+    """Time to swap out, or to swap in."""
     recompute: float
-    """One step with these tokens as a prompt."""
+    """Time of a step that computes the tokens as a prompt."""
 
 
 class Fig19a(Figure):
-    """Time to recompute, to swap in and to swap out."""
+    """Times to recompute, to swap in and to swap out."""
 
     name = "19a"
     title = f"Fig. 19a: what a way back costs, {TOKENS} tokens"
@@ -152,11 +153,11 @@ class Fig19a(Figure):
 DATASET = "ShareGPT"
 WAYS: dict[str, Way] = {"Recompute": "recompute", "Swap": "swap"}
 LATENCY_TOLERANCE = 0.25
-"""Of how swapping's latency compares with recomputing's: their ratio, at each block size."""
+"""Tolerance of the ratio of swapping's to recomputing's latency at each block size, as a fraction."""
 
 
 class Fig19b(Figure):
-    """Normalized latency by block size, with either way back."""
+    """Normalized latency by block size, with swapping and with recomputing."""
 
     name = "19b"
     title = "Fig. 19b: latency with swapping or recomputing, OPT-13B"

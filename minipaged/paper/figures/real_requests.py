@@ -1,7 +1,8 @@
-"""Real requests in the place of drawn ones: the times and lengths of an Azure trace, and pairs of ShareGPT's lengths.
+"""Real requests instead of drawn ones: the times and lengths of an Azure trace, and pairs of ShareGPT's lengths.
 
-The paper draws arrivals from a Poisson process, and of its lengths only histograms are known. Both can be doubted with
-what services have recorded since. Requests that the model cannot hold are left out, and the notes say how many.
+The paper draws arrivals from a Poisson process, and only histograms of its lengths are known. Traces that services have
+recorded since test both simplifications. Requests that exceed the model's context are left out, and the notes state
+their number.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ QUICK_REQUESTS = 500
 
 @dataclass(frozen=True, slots=True)
 class OfFile:
-    """What came of requests from a file."""
+    """The result of serving requests from a file."""
 
     served: ServingResult
     of_file: int
-    """Requests of the file, or of what was taken of it."""
+    """The number of requests that were read from the file."""
     too_long: int
-    """Those of them that were left out."""
+    """The number of these that were left out because they are too long."""
 
 
 def of_file(asked: list[PaperRequest], fit: list[PaperRequest], served: ServingResult) -> OfFile:
@@ -49,7 +50,7 @@ def of_file(asked: list[PaperRequest], fit: list[PaperRequest], served: ServingR
 
 
 def left_out(results: Mapping[Job, Any]) -> str:
-    """A note of how many requests were."""
+    """Return a note on the number of requests that were left out."""
     one = next(iter(results.values()))
     return (
         f"{one['too_long']:,} of {one['of_file']:,} requests are left out: with prompt and output they have "
@@ -59,17 +60,17 @@ def left_out(results: Mapping[Job, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ServedTrace:
-    """A trace, its clock slowed to a rate, on vLLM's machine."""
+    """A job that serves a trace by vLLM, with the trace's times scaled to a rate."""
 
     path: str
     rate: float
     seed: int
     poisson: bool = False
-    """Whether requests come at random in the place of the trace's times."""
+    """Whether arrivals are a Poisson process instead of the trace's times."""
     shuffled: bool = False
-    """Whether who comes when is drawn."""
+    """Whether the requests are shuffled among the times."""
     most: int = 0
-    """Requests of the trace; 0: all."""
+    """The number of requests to use from the trace. 0: all."""
     model: str = "OPT-13B"
 
     def run(self) -> OfFile:
@@ -85,7 +86,7 @@ class ServedTrace:
 
 
 class Azure(FromFiles):
-    """Latency against rate: the trace as it is, and with less and less of what it has."""
+    """Latency by rate, for three versions of a trace: as recorded, shuffled, and shuffled with Poisson arrivals."""
 
     name = "beyond/azure"
     title = "Real arrivals: Azure's trace of conversations against a Poisson process (OPT-13B, vLLM)"
@@ -111,7 +112,7 @@ class Azure(FromFiles):
     }
     """Name -> (poisson, shuffled)."""
     AT = 1.0
-    """At this rate the tails are compared."""
+    """The rate at which the tails are compared."""
 
     def jobs_with(self, paths: Sequence[str], quick: bool, seed: int) -> list[Job]:
         most = QUICK_REQUESTS if quick else 0
@@ -152,7 +153,7 @@ class Azure(FromFiles):
 
 @dataclass(frozen=True, slots=True)
 class ServedLengths:
-    """Lengths of a file, which arrive at random, served by one system."""
+    """A job that serves requests with lengths from a file and Poisson arrivals, on one system."""
 
     path: str
     system: str
@@ -160,7 +161,7 @@ class ServedLengths:
     seconds: float
     seed: int
     apart: bool = False
-    """Whether prompts and outputs are paired anew."""
+    """Whether outputs are paired with prompts at random."""
     model: str = "OPT-13B"
 
     def run(self) -> OfFile:
@@ -172,7 +173,7 @@ class ServedLengths:
 
 
 class ShareGPTPairs(FromFiles):
-    """Fig. 12a with real pairs of lengths, whose prompts have the history of their conversations."""
+    """Fig. 12a with real pairs of lengths. The prompts include the history of their conversations."""
 
     name = "beyond/sharegpt"
     title = "Fig. 12a with real pairs of ShareGPT's lengths (OPT-13B)"

@@ -1,7 +1,7 @@
-"""Figs. 4 to 10: the system at work on the paper's own small examples, each a recorded run of the engine.
+"""Figs. 4 to 10: the paper's own small examples, each as a recorded run of the engine.
 
-Their numbers are counted, so none may be off. Which block is handed out is not judged: the pool is in whatever order
-the requests before have left it in, and here in the paper's (`Tale.first_blocks`).
+Their numbers are counted, so they must match exactly. Block numbers are not judged: they depend on the order in which
+earlier requests freed the pool's blocks. Here the order is set to give the paper's numbers (`Tale.first_blocks`).
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from minipaged.paper.telling import WORKERS, RetoldRun, Tale, TaleRequest, entri
 from minipaged.replay.state import LiveSequence, State
 
 TOLERANCE = 0.0
-"""Of everything here."""
+"""Tolerance of all checks here: counts must match."""
 SPEECH = "Four score and seven years ago our fathers brought forth on this continent a new nation"
 MOTHERS = "Four score and seven years ago our mothers crossed the wide and stormy sea in a boat"
 TIMES = "It was the best of times it was the worst of times"
 PROMPT = "Four score and seven years ago our"
-"""The paper's, of seven tokens where each word is one."""
+"""The paper's prompt. It has seven tokens, as each word is one."""
 PREFIX = (
     "Translate English to French: sea otter => loutre de mer peppermint => menthe poivrée plush girafe => girafe en "
     "peluche"
 )
 TASKS = ("cheese => fromage .", "I love you => Je t'aime .")
-"""What comes after the prefix, with the answers."""
+"""Texts after the prefix: the task and its answer."""
 STORIES = (
     "It was a dark and stormy noon at sea and calm",
     "It was a dark and stormy night and the rain fell",
@@ -38,11 +38,11 @@ STORIES = (
     "It was the best of times it was the worst",
 )
 BEAMS, DIES = 4, 7
-"""Of the search of Fig. 9: how many beams, and in which step two of them die."""
+"""The search of Fig. 9: the number of beams, and the step in which two of them die."""
 
 
 class Stepped(Figure):
-    """A figure that is a run to be stepped through."""
+    """A figure that is a recorded run to step through."""
 
     tale: Tale
 
@@ -56,11 +56,11 @@ class Stepped(Figure):
 
     @abstractmethod
     def pictures(self, told: RetoldRun) -> list[Blocks]:
-        """Of the moments that tell."""
+        """Return pictures of the run's important moments."""
 
     @abstractmethod
     def checks(self, told: RetoldRun) -> list[Check]:
-        """What the paper says of its figure as facts."""
+        """Return checks of the facts that the paper states about its figure."""
 
     def notes(self, told: RetoldRun) -> list[str]:
         return []
@@ -71,17 +71,17 @@ def exact(what: str, paper: int, ours: int, unit: str = "") -> Check:
 
 
 def sequences(state: State) -> list[LiveSequence]:
-    """Those that hold blocks, in order of their numbers."""
+    """Return the sequences that hold blocks, in order of their numbers."""
     return [state.sequences[number] for number in sorted(state.sequences) if state.sequences[number].table]
 
 
 def held_by(state: State, number: int) -> set[int]:
-    """The blocks that so many sequences hold."""
+    """Return the blocks that exactly `number` sequences hold."""
     return {block for block, holders in state.device.holders.items() if len(holders) == number}
 
 
 class Fig4(Stepped):
-    """One scheduler and one KV cache manager; workers that are sent each step."""
+    """One scheduler and one KV cache manager, which send each step to the workers."""
 
     name = "4"
     title = "Fig. 4: the system: one KV cache manager, several workers"
@@ -103,7 +103,7 @@ class Fig4(Stepped):
         first_blocks=(7, 1, 5, 2, 3),
     )
     moment = 3
-    """The step of the pictures."""
+    """The step after which the pictures are taken."""
 
     def pictures(self, told: RetoldRun) -> list[Blocks]:
         state = told.after_step(self.moment)
@@ -112,7 +112,7 @@ class Fig4(Stepped):
         return [manager, *(self._worker(i, one["tables"], manager, state) for i, one in enumerate(seen))]
 
     def _worker(self, number: int, found: Mapping[str, Sequence[int]], manager: Blocks, state: State) -> Blocks:
-        """What a worker knows: its tables, and its pool, which it fills as it is told."""
+        """Return a picture of a worker's view: its block tables and its pool."""
         tables = []
         for name, blocks in found.items():
             filled = [state.device.filled.get(block, 0) for block in blocks]
@@ -154,7 +154,7 @@ class Fig4(Stepped):
 
 
 class Fig5(Stepped):
-    """A query, and the blocks that its attention reads."""
+    """A query and the blocks that its attention reads."""
 
     name = "5"
     title = "Fig. 5: attention over blocks that are not side by side"
@@ -170,7 +170,7 @@ class Fig5(Stepped):
     )
     tale = Tale("The query of “forth”", (SPEECH,), (TaleRequest(PROMPT, 5),), first_blocks=(4, 1, 2))
     moment = 4
-    """The step that runs the query."""
+    """The step that computes the query."""
 
     def pictures(self, told: RetoldRun) -> list[Blocks]:
         [table] = self._read(told)
@@ -179,7 +179,7 @@ class Fig5(Stepped):
         return [told.picture("the query “forth” reads three blocks", state, marked=table, said=said)]
 
     def _read(self, told: RetoldRun) -> list[list[int]]:
-        """The tables by which the step reads."""
+        """Return the block tables that the step uses."""
         return list(told.sent[self.moment - 1]["seen"][0]["tables"].values())
 
     def checks(self, told: RetoldRun) -> list[Check]:
@@ -204,13 +204,13 @@ class Fig5(Stepped):
 
 
 def agreeing(words: Sequence[Sequence[str]], logical: int, text: str) -> int:
-    """How many tokens of a logical block are the text's."""
+    """Return the number of tokens in a logical block that agree with the text."""
     found = words[logical] if logical < len(words) else ()
     return sum(ours == theirs for ours, theirs in zip(found, text.split(), strict=False))
 
 
 class Fig6(Stepped):
-    """A block table, token by token."""
+    """A block table that grows token by token."""
 
     name = "6"
     title = "Fig. 6: block table translation"
@@ -253,7 +253,7 @@ class Fig6(Stepped):
 
 
 class Fig7(Stepped):
-    """Two requests in one pool."""
+    """Two requests whose blocks lie in one pool."""
 
     name = "7"
     title = "Fig. 7: two requests in one pool"
@@ -291,7 +291,7 @@ class Fig7(Stepped):
 
 
 class Fig8(Stepped):
-    """Two samples of one prompt."""
+    """Two samples of one prompt, with copy-on-write."""
 
     name = "8"
     title = "Fig. 8: parallel sampling: one prompt, two samples"
@@ -379,7 +379,7 @@ class Fig9(Stepped):
         ]
 
     def _dead(self, before: State, after: State) -> set[int]:
-        """Of the beams before, those that did not live on."""
+        """Return the numbers of the beams that did not survive."""
         return {beam.number for beam in sequences(before) if beam.number not in after.sequences}
 
     def checks(self, told: RetoldRun) -> list[Check]:
@@ -411,7 +411,7 @@ class Fig9(Stepped):
 
 
 def same(numbers: Iterable[int]) -> int:
-    """The one number that all are; -1 where they differ."""
+    """Return the number if all are equal, otherwise -1."""
     found = {*numbers}
     return found.pop() if len(found) == 1 else -1
 
@@ -444,7 +444,7 @@ class Fig10(Stepped):
         prefix_caching=True,
     )
     moment = 2
-    """The step in which both tasks run."""
+    """The step that computes the prompts of both tasks."""
 
     def pictures(self, told: RetoldRun) -> list[Blocks]:
         state = told.after_step(self.moment)

@@ -86,7 +86,7 @@ def _slots(tables: np.ndarray) -> np.ndarray:
 
 
 def reference_pair(batch: int, context: int, device: str) -> Pair:
-    """Return both functions of the reference tier, in NumPy."""
+    """Return paged and contiguous attention of the reference tier, in NumPy."""
     query, kv, tables = _inputs(batch, context)
     cache = KVCache(1, tables.size, BLOCK_SIZE, HEADS, HEAD_DIM)
     cache.write(0, _slots(tables), *kv.reshape(2, -1, HEADS, HEAD_DIM))
@@ -103,7 +103,8 @@ def reference_pair(batch: int, context: int, device: str) -> Pair:
 
 
 def fast_pair(batch: int, context: int, device: str) -> Pair:
-    """Return both functions of the fast tier, in torch: float32 on a CPU, float16 on a GPU. They wait for the GPU."""
+    """Return paged and contiguous attention of the fast tier, in torch: float32 on a CPU, float16 on a GPU. Each call
+    waits until the GPU has finished."""
     import torch
 
     from minipaged.fast.attention import attend

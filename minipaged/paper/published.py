@@ -60,7 +60,7 @@ def with_exit(panel: str, system: str) -> list[Point]:
 
 
 def other(name: str) -> Any:
-    """Return other printed bars and lines by their name in `data/paper.json`, which starts with the figure's number."""
+    """Return the printed bars or lines of another figure. `name` is their key in `data/paper.json`, under "others"."""
     return _paper()["others"][name]
 
 

@@ -207,7 +207,7 @@ class ServingResult:
     normalized_latency: float
     """Mean over requests of latency / output tokens, in seconds per token (section 6.1)."""
     mean_running: float
-    """Requests in a batch, a mean over steps. It counts requests that still run after the step."""
+    """Mean number of requests in a batch, over steps. A request does not count in the step in which it finishes."""
     mean_running_arriving: float
     """`mean_running` over the steps up to the last arrival only (Fig. 13). After it the batch empties."""
     saved_share: float
@@ -222,7 +222,7 @@ class ServingResult:
     first_token: Percentiles
     """Seconds from arrival to the first token."""
     per_token: Percentiles
-    """Mean seconds per token after the first one, of each request."""
+    """Seconds per token after the first one, averaged within each request."""
     latency_urgent: Percentiles
     """`latency` of the urgent requests."""
     latency_others: Percentiles

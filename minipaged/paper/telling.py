@@ -153,10 +153,10 @@ class Recorded:
 
 
 def handing_out(first: Sequence[int]) -> Callable[[int], Any]:
-    """Return a function that makes an allocator which hands out the blocks of `first` first.
+    """Return a function that makes an allocator. The allocator hands out the blocks in `first` before all others.
 
-    All its blocks were allocated once and freed in a suitable order: the reference allocator hands out the blocks freed
-    last first."""
+    The function allocates all blocks once, and frees the blocks in `first` last. The reference allocator reuses the
+    most recently freed block first."""
 
     def make(num_blocks: int) -> Any:
         allocator = reference_tier().block_allocator(num_blocks)

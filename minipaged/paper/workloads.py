@@ -33,7 +33,8 @@ MAX_MODEL_LEN = 2048
 BLOCK = 4096
 """The number of requests that are drawn together. Always the same, so that a longer trace begins like a shorter one."""
 CHAT_PROMPT = 1024
-"""The longest prompt of a conversation, its last tokens, and about the longest answer (section 6.4)."""
+"""The limit of a conversation's prompt, in tokens: longer ones are cut to their last tokens (section 6.4). Answers are
+cut to about as many."""
 CHAT_ENDS = 0.1
 """Assumed: the probability that a conversation ends after a round."""
 

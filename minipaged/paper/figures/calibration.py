@@ -20,8 +20,7 @@ from minipaged.paper.figure import Check, Figure, FigureResult, Job, Line, Plot
 from minipaged.paper.machines import A100_80, A100_FLOPS, SETTINGS, kernels_anew, machine, points_of
 
 TOLERANCE = 4.0
-"""The largest allowed median error of the model, in percent. The model was fitted to this data, so a small error is no
-successful prediction."""
+"""Tolerance of the model's median error, in percent. The model was fitted to this data, so this is no prediction."""
 DECODE_ROWS = (1, 8, 32, 64, 128, 256)
 """The numbers of rows of the decode steps that are drawn."""
 BESIDE_PROMPTS = ((0, 0), (8, 512), (32, 512), (128, 512))

@@ -33,7 +33,7 @@ class Said:
 BASIC = 1.3
 """vLLM's rate relative to Orca (Oracle)'s on Alpaca with one sequence per request, by section 6.3 on Fig. 12d."""
 READ = 0.05
-"""The largest deviation of the paper's curves from its sentence with which the sentence still holds, as a fraction."""
+"""The paper's sentence holds if the paper's own curves give BASIC within this fraction."""
 SAID = (
     Said("1.7x-2.7x higher request rates compared to Orca (Oracle)", "Orca (Oracle)", ("ShareGPT",), 1.7, 2.7),
     Said("2.7x-8x higher request rates compared to Orca (Max)", "Orca (Max)", ("ShareGPT",), 2.7, 8.0),

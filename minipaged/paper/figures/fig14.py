@@ -17,7 +17,7 @@ RATIO = 0.15
 SAID = 2.3
 """vLLM's rate relative to Orca (Oracle)'s with beam width 6, by section 6.3."""
 READ = 0.05
-"""The largest deviation of the paper's curves from its sentence with which the sentence still holds, as a fraction."""
+"""The paper's sentence holds if the paper's own curves give SAID within this fraction."""
 FLAT_SECONDS = 60.0
 """Duration of the traces that calibrate the cost of further sequences. Nothing waits, so short traces suffice."""
 ORCA_IS_TOO_FAST = (

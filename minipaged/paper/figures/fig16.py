@@ -16,7 +16,7 @@ RATIO = 0.15
 SAID = {"16a": 1.67, "16b": 3.58}
 """vLLM's throughput relative to Orca (Oracle)'s, by section 6.4."""
 READ = 0.03
-"""The largest deviation of the paper's curves from its sentence with which the sentence still holds, as a fraction."""
+"""The paper's sentence holds if the paper's own curves give SAID within this fraction."""
 
 
 class Fig16(Panel):

@@ -17,7 +17,7 @@ TOGETHER = 0.1
 SAID = 2.0
 """vLLM's rate relative to the baselines', by section 6.4."""
 READ = 0.1
-"""The largest deviation of the paper's curves from its sentence with which the sentence still holds, as a fraction."""
+"""The paper's sentence holds if the paper's own curves give SAID within this fraction."""
 
 
 class Fig17(Panel):

@@ -13,7 +13,8 @@ from minipaged.paper.figure import Check, Figure, FigureResult, Job, Line, Paper
 from minipaged.paper.serving import ServingSetup, systems
 
 BEYOND = 1.1, 1.2
-"""Rates beyond the paper's curve, as multiples of the rate at which it leaves its panel, or of its last rate."""
+"""Each curve is also run at these multiples of the rate at which the paper's curve leaves its panel, or of its last
+rate if it does not."""
 RISE, APART = 8.0, 1.05
 """The two points around a knee of ours differ by at most a factor of RISE in latency, or by at most a factor of APART
 in rate (with seed 0). Otherwise the knee would lie on a long straight line, far from any point that was run."""
@@ -59,7 +60,8 @@ class Panel(Figure):
     quick_seconds = 300.0
     """Duration of the traces of quick runs."""
     further: Mapping[str, tuple[float, ...]] = {}
-    """System -> further factors like BEYOND's, for curves of ours that leave the panel later than the paper's."""
+    """System -> additional multiples like BEYOND's, if its curve leaves the panel later in our runs than in the paper.
+    """
 
     def __init__(self, panel: str) -> None:
         self.name = self.panel = panel
@@ -71,8 +73,10 @@ class Panel(Figure):
         return ServingSetup(system, self.model, published.dataset(self.panel), rate, seconds, seed)
 
     def rates(self, system: str) -> list[float]:
-        """Return the rates to run: those of the paper's points, each once, then one rate beyond the point where the
-        curve leaves the panel, or two beyond its last point, and the rates of `further` and `BETWEEN`."""
+        """Return the rates to run.
+
+        These are the rates of the paper's points, each once; the first multiple of BEYOND if the paper's curve leaves
+        the panel, or else both; and the rates of `further` and `BETWEEN`."""
         drawn, line = published.curves(self.panel)[system], published.with_exit(self.panel, system)
         beyond = *BEYOND[: 1 if len(line) > len(drawn) else 2], *self.further.get(system, ())
         between = BETWEEN.get(self.panel, {}).get(system, ())
@@ -133,8 +137,8 @@ class Panel(Figure):
     ) -> PaperClaim:
         """Return the paper's sentence `words`, which says that vLLM serves `times` the rate of Orca (Oracle).
 
-        `read` is the largest deviation of the paper's curves from `times` with which the sentence still holds, as a
-        fraction. `section` is the sentence's section, by default the figure's."""
+        The sentence holds if the paper's own curves give `times` within the fraction `read`. `section` is the
+        sentence's section, by default the figure's."""
         paper, found = self.ratios(ours, "vLLM", "Orca (Oracle)")
         in_paper, in_ours = ("no number" if x is None else f"{x:.2f} x" for x in (paper, found))
         holds = paper is not None and abs(paper / times - 1) <= read

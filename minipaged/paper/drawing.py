@@ -61,7 +61,7 @@ def save(data: Mapping[str, Any], path: Path) -> None:
 
 
 def svg(data: Mapping[str, Any]) -> str:
-    """Return the drawing as an SVG element. Its ids contain the figure's name, so one page can hold several figures."""
+    """Return the drawing as an SVG element. Its ids depend on the figure's name, so a page can hold several figures."""
     file = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": data["figure"]}):  # matplotlib derives ids from the salt
         draw(data).savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Type": None, "Format": None})

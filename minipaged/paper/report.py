@@ -35,10 +35,10 @@ td.holds { color: var(--holds); }
 """
 
 WHAT_IT_IS = (
-    "In the words of ACM's artifact review and badging these results are replicated in simulation: other software than "
-    "the authors' serves their workloads. They are not reproduced. No GPU was used; what a step takes is a law whose "
-    "speeds are calibrated by those points of the paper at which nothing waits. The knees that are judged were never "
-    "among them; checks of points that were say so, in brackets."
+    "In the terms of ACM's artifact review and badging, these results are replicated in simulation: software other "
+    "than the authors' serves their workloads. They are not reproduced. No GPU was used. The duration of a step is a "
+    "cost model (the law), whose speeds are calibrated by the points of the paper at which nothing waits. The judged "
+    "knees were never among these points. Checks of points that were are marked as calibrated."
 )
 
 

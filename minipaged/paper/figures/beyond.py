@@ -46,16 +46,17 @@ class ChunkedPrefill(Figure):
     title = "Chunked prefill against prompts first: goodput (ShareGPT, OPT-175B)"
     section = "beyond"
     look = (
-        "No size of chunks is the best for everybody. Small ones keep the pace of those that decode, and let a prompt "
-        "wait for many steps; where first tokens have to be quick, large ones win. Prompts first, in steps of their "
-        "own, is near them there, and far behind where the pace counts: each such step reads all weights once more "
-        "beside the decodes'. Plainest it is in the slowest hundredth of the times between two tokens, of which means "
-        "say nothing: smaller chunks, shorter stalls, and with prompts first those who decode wait for whole prompts."
+        "No chunk size is best for every goal. Small chunks keep decoding fast, but a prompt then takes many steps. "
+        "If the first token must come quickly, large chunks win. Prefill-first steps are close to them there, but "
+        "far behind where the time per token counts: each such step reads all weights once more, in addition to the "
+        "decodes' step. The difference is largest in the slowest 1 % of the times between two tokens, which means do "
+        "not show. Smaller chunks have shorter stalls. With prompts first, decoding requests wait for whole prompts."
     )
     change_it = (
         "Serve OPT-13B, whose steps are short (`MODEL`, and `RATES` from 0.5 to 2): what is left to choose?",
-        "Allow one request in a hundred to miss (`MISSED`): which of the five loses most?",
-        "Let only the prompts be whole (`WholePrompts` on a `SimulatedRunner`): how much of the loss was that?",
+        "Allow only 1 % of the requests to miss (`MISSED`): which of the five loses most?",
+        "Keep prompts whole, but run one pass per step (`WholePrompts` on a `SimulatedRunner`): how much of the loss "
+        "remains?",
     )
     MODEL, DATASET = "OPT-175B", "ShareGPT"
     RATES = (1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5)
@@ -179,15 +180,16 @@ class OrdersOfService(Figure):
     title = "Orders of service: mean latency against rate (ShareGPT, OPT-13B)"
     section = "beyond"
     look = (
-        "While nothing waits the order makes no difference. Beyond the knee the shortest first brings the mean down, "
-        "up to 2.7 times, at the cost of the longest: the 99 % wait more than twice as long, though the wait has a "
-        "limit (`PLACES`). Priority leaves the mean where it was and only says who waits: at the highest rate the "
-        "urgent take three fifths of the time, and the others, who are four times as many, a tenth more."
+        "While nothing waits, the order makes no difference. Beyond the knee, shortest-first lowers the mean latency "
+        "by a factor of up to 2.7. The longest requests pay for it: the 99th percentile more than doubles, although "
+        "the wait is limited (`PLACES`). Priority leaves the mean unchanged and only decides which requests wait. At "
+        "the highest rate, urgent requests take three fifths of the time. The others, which are four times as many, "
+        "take a tenth more."
     )
     change_it = (
-        "Let PLACES be 0.1 in `ShortestFirst`: how much of the gain is left, and who waits longest now?",
-        "Estimate lengths by a power of two (`estimate`): what does it cost not to know?",
-        "Give priority to four of five (`URGENT`): what is it still worth to them, and who pays?",
+        "Set PLACES to 0.1 in `ShortestFirst`: how much of the gain is left, and which requests wait longest now?",
+        "Estimate lengths by a power of two (`estimate`): what does it cost not to know them exactly?",
+        "Give priority to four of five requests (`URGENT`): what do they still gain, and which requests pay for it?",
     )
     RATES = (1.5, 1.75, 1.9, 2.0, 2.1)
     POLICIES = ("fcfs", "shortest-first", "priority")
@@ -275,11 +277,12 @@ class EightBits(Figure):
     name = "beyond/kv-8-bits"
     title = "K and V in 8 bits: normalized latency against rate (ShareGPT, OPT-13B)"
     section = "beyond"
-    look = "Twice the blocks do not give twice the rate: with more rows in it a step takes longer."
+    look = "Twice the blocks do not double the rate, because a step with more rows takes longer."
     change_it = (
-        "Only half the bytes, not twice the blocks (`kv_memory_bytes` halved): how much of the gain was reading?",
-        "The same for OPT-175B (`model`, and lower `RATES`), which has 60 thousand slots already: does it gain less?",
-        "Four bits (a line of `RATES`, which go on to 5): is there still a gain?",
+        "Halve the bytes but keep the number of blocks (`kv_memory_bytes` halved): how much of the gain comes from "
+        "reading less?",
+        "Serve OPT-175B (`model`, and lower `RATES`), which already has 60 thousand slots: does it gain less?",
+        "Use 4 bits (another line of `RATES`, with rates up to 5): is there still a gain?",
     )
     RATES: Mapping[int, tuple[float, ...]] = {
         16: (1.5, 1.75, 1.9, 2.0, 2.2),
@@ -326,15 +329,16 @@ class OnePiece(Figure):
     title = "Swap or recompute, blocks in one piece and in 80 (OPT-13B)"
     section = "beyond"
     look = (
-        "In Fig. 19 small blocks are poor at swapping, because each is 80 copies of a few kilobytes. A block that is "
-        "one piece of memory takes the link's time and hardly more, whatever its size. In the runs that alone makes "
-        "the steep end of the curve flat. On the paper's link swapping never wins, in one piece or in 80. On one twice "
-        "as fast blocks in 80 pieces win from 16 to 128 tokens, and blocks in one piece from 1 to 128."
+        "In Fig. 19, swapping small blocks is slow, because each block takes 80 copies of a few kilobytes. A block "
+        "that is one piece of memory takes little more than the link's time, whatever its size. In the runs this "
+        "alone makes the steep end of the curve flat. On the paper's link swapping never wins, with one piece or "
+        "with 80. On a link twice as fast, blocks in 80 pieces win from 16 to 128 tokens, and blocks in one piece "
+        "from 1 to 128."
     )
     change_it = (
-        "A link of 50 GB/s (`FASTER`): up to which block size is recomputing never the cheaper way?",
+        "Use a link of 50 GB/s (`FASTER`): up to which block size is recomputing never cheaper?",
         "Raise the rate by a tenth (`RATES` in figures/block_sizes.py): do more preemptions move the crossover?",
-        "Two machines' worth of arithmetic (`KERNELS` in paper/machines.py): where do the lines cross?",
+        "Double the arithmetic (`KERNELS` in paper/machines.py): where do the lines cross?",
     )
     TOKENS = 256
     """Tokens of the sequence in the first plot, as in Fig. 19a."""

@@ -105,16 +105,17 @@ class Calibration(Figure):
     title = "What the machines are calibrated by"
     section = "beyond"
     look = (
-        "The law was fitted to these points, so that it is near most of them proves little. Look at where it is not. "
-        "Prompts of 128 tokens take longer than reading the weights and longer than computing: kernels do not do both "
-        "at once as well as a maximum says. And of OPT-175B the law is too fast in Fig. 12f and right in Fig. 12c: "
-        "no three speeds were found that come nearer to both."
+        "The law is the cost model of a step. It was fitted to these points, so being close to most of them proves "
+        "little. Look at where it is not close. Prompts of 128 tokens take longer than reading the weights, and "
+        "longer than computing: kernels do not overlap both as perfectly as a maximum assumes. For OPT-175B the law "
+        "is too fast in Fig. 12f and right in Fig. 12c. No three speeds were found that fit both better."
     )
     change_it = (
-        "Put attention into the maximum (`Machine.step_seconds` in simulated.py): which measured steps come out wrong?",
-        "Let rows cost nothing (`seconds_per_row` in `CALIBRATED`): which machine misses its flat points most?",
-        "Calibrate by points nearer to the knee (`FLAT_RATE = 1` in paper/calibration.py, then `python -m "
-        "minipaged.paper.machines`): which speed do they change, and whose queue is it that they have seen?",
+        "Move attention into the maximum (`Machine.step_seconds` in simulated.py): which measured steps come out "
+        "wrong?",
+        "Set the cost of rows to 0 (`seconds_per_row` in `CALIBRATED`): which machine misses its flat points most?",
+        "Calibrate with points nearer to the knee (`FLAT_RATE = 1` in paper/calibration.py, then `python -m "
+        "minipaged.paper.machines`): which speed changes, and which system's queue causes it?",
     )
 
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:

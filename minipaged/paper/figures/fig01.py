@@ -55,13 +55,14 @@ class Fig1(Figure):
     title = "Fig. 1, right: memory and throughput by batch size, OPT-13B on an A100 of 40 GB"
     section = "1"
     look = (
-        "Throughput rises with the batch as long as there is memory for it, and the weights take the greater part of "
-        "that. Whoever reserves 2,048 slots for each request is full at 7; by blocks, five times as many get in."
+        "Throughput rises with the batch as long as there is memory for it. The weights take most of the memory. A "
+        "system that reserves 2,048 slots for each request is full with 7 requests. With blocks, five times as many "
+        "fit."
     )
     change_it = (
-        "Serve Alpaca's requests (`DATASET`): how large does the batch become, and what bounds it then?",
-        "Let the machine's memory be 80 GB (`SETTINGS` in paper/machines.py): which line gains more throughput?",
-        "Set `seconds_per_row` to 0 (`CALIBRATED`): how straight is throughput now, and what bends it still?",
+        "Serve Alpaca's requests (`DATASET`): how large does the batch become, and what limits it then?",
+        "Give the machine 80 GB of memory (`SETTINGS` in paper/machines.py): which line gains more throughput?",
+        "Set `seconds_per_row` to 0 (`CALIBRATED`): how straight is throughput now, and what still bends it?",
     )
 
     why: Mapping[str, str] = {

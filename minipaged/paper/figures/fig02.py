@@ -33,12 +33,13 @@ class Fig2(Figure):
     title = "Fig. 2: what the KV memory holds, OPT-13B, ShareGPT"
     section = "3.1"
     look = (
-        "Orca (Max) loses most to tokens that never come, Orca (Oracle), who knows the outputs, to rounding and to the "
-        "time until they have come. Paging has no one of these: half a block is lost for each sequence."
+        "Orca (Max) loses most to tokens that never come. Orca (Oracle), which knows the output lengths, loses most "
+        "to rounding and to slots whose tokens have not come yet. Paging has none of these losses: it loses half a "
+        "block for each sequence."
     )
     change_it = (
-        "Let Orca expect twice the true output (an estimate of your own in `orca.ESTIMATES`): between which two is it?",
-        "Hand out chunks of any size (`OrcaMemory.chunks`, from an allocator that cuts anywhere, in place of "
+        "Let Orca expect twice the true output (a new estimate in `orca.ESTIMATES`): between which two systems is it?",
+        "Hand out chunks of any size (`OrcaMemory.chunks`, with an allocator that splits anywhere instead of "
         "`BuddyAllocator`): how much of *external* was rounding?",
         "Serve Alpaca (`fig13.serving`): why does Orca (Max) waste 96 % of its memory?",
     )

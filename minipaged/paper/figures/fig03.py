@@ -121,14 +121,14 @@ class Fig3(Figure):
     title = "Fig. 3: what existing systems keep in contiguous chunks"
     section = "3.1"
     look = (
-        "Each request has a chunk for the longest output it may have, from its first step on: a few slots hold tokens, "
-        "some are kept for tokens to come, and nearly all of the left picture is for tokens that never come. None of "
-        "that may be given to those who wait."
+        "From its first step on, each request has a chunk for the longest output it may have. A few slots hold "
+        "tokens, and some are reserved for tokens to come. Nearly all slots in the left picture are for tokens that "
+        "never come. Waiting requests cannot use any of these."
     )
     change_it = (
-        "Let A expect 256 tokens (`REQUESTS`): how many such requests fit beside B?",
+        "Let A expect 256 tokens (`REQUESTS`): how many such requests fit in addition to B?",
         "Take the right picture after 10 steps, and after 3,000 (`REAL_STEPS`): does the share of tokens settle?",
-        'Let the requests on the right be expected as they are (`ESTIMATES["Orca (Oracle)"]`): how many fit?',
+        'Expect the true outputs of the requests on the right (`ESTIMATES["Orca (Oracle)"]`): how many fit?',
     )
 
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:

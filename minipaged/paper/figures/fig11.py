@@ -61,13 +61,14 @@ class Fig11(Figure):
     title = "Fig. 11: lengths of prompts and outputs"
     section = "6.1"
     look = (
-        "ShareGPT's prompts are 8 times as long as Alpaca's, its outputs 6 times, and both vary far more. Whoever "
-        "reserves memory for the longest loses most where lengths vary most."
+        "ShareGPT's prompts are 8 times as long as Alpaca's, and its outputs 6 times. Both vary far more. A system "
+        "that reserves memory for the longest length loses most if lengths vary most."
     )
     change_it = (
         "Draw 2,000 requests (`QUICK_NUM = 2_000`, --quick) with three seeds: how far apart are the means?",
-        "Give each long prompt a long output (sort both in `workloads.draw_lengths`): the histograms stay, does 12a?",
-        "Let all requests have the mean lengths, and run 12a again: which system gains most, and why?",
+        "Give each long prompt a long output (sort both in `workloads.draw_lengths`): the histograms stay the same, "
+        "but does Fig. 12a?",
+        "Give all requests the mean lengths, and run 12a again: which system gains most, and why?",
     )
 
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:

@@ -63,14 +63,14 @@ class Fig12(Panel):
 
     section = "6.2"
     look = (
-        "Each curve is flat, and then it is not: from some rate on the queue grows as long as requests come. Where "
-        "that happens is decided by how many requests fit into the memory at once, and so by how much of it holds "
+        "Each curve is flat up to some rate. From there on the queue grows as long as requests arrive. That rate "
+        "depends on how many requests fit into the memory at once, and so on the share of the memory that holds "
         "tokens."
     )
     change_it = (
         "Give the machine twice the memory for K and V (`kv_memory_bytes` in `machines.py`): which knee moves most?",
-        "Let Orca (Pow2) expect the true length, less a quarter (`ESTIMATES` in `orca.py`): what breaks, and where?",
-        "Halve `seconds_per_row` in `CALIBRATED`: which panels' verdicts turn red, and which do not care?",
+        "Let Orca (Pow2) expect the true length minus a quarter (`ESTIMATES` in `orca.py`): what breaks, and where?",
+        "Halve `seconds_per_row` in `CALIBRATED`: which panels' checks fail now, and which still hold?",
     )
 
     def __init__(self, panel: str) -> None:

@@ -36,13 +36,14 @@ class Fig13(Figure):
     title = "Fig. 13: requests in a batch, OPT-13B"
     section = "6.2"
     look = (
-        "All systems have the same memory. Orca (Max) has room for 7 longest sequences in it, however short the "
-        "requests are: the same 7 with either dataset. Paging has 4 to 5 times as many on ShareGPT, 18 times on Alpaca."
+        "All systems have the same memory. In Orca (Max) it has room for 7 sequences of the longest length, however "
+        "short the requests are: 7 with either dataset. Paging fits 4 to 5 times as many requests of ShareGPT, and "
+        "18 times as many of Alpaca."
     )
     change_it = (
         "Give the machine 24 GiB for K and V (`SETTINGS` in paper/machines.py): do all bars double?",
         "Double the rate (`RATES`): which bars grow, and which were full already?",
-        "Let vLLM's blocks hold 256 tokens (`ServingSetup(block_size=256)`): on which dataset does it hurt?",
+        "Give vLLM blocks of 256 tokens (`ServingSetup(block_size=256)`): on which dataset does it hurt?",
     )
 
     why: Mapping[str, str] = {

@@ -37,13 +37,13 @@ class Fig14(Panel):
     seconds = 600.0
     quick_seconds = 40.0
     look = (
-        "vLLM's lead over Orca (Oracle) grows with the number of sequences, because they share the blocks of their "
-        "prompt, and beams also much of what they generated; Orca holds a chunk for each."
+        "vLLM's lead over Orca (Oracle) grows with the number of sequences. They share the blocks of their prompt, "
+        "and beams also share much of what they generated. Orca has a separate chunk for each sequence."
     )
     change_it = (
-        "Serve ShareGPT in place of Alpaca (`serving`): prompts are eight times longer, so there is more to share.",
-        "Take blocks of 64 tokens: an Alpaca prompt has 19. What is left to be shared?",
-        "Let beams never fork (`DivergingBeams`: each survivor stems from itself). Which curve moves, and how far?",
+        "Serve ShareGPT instead of Alpaca (`serving`): its prompts are eight times longer, so there is more to share.",
+        "Use blocks of 64 tokens. An Alpaca prompt has 19: what can still be shared?",
+        "Let beams never fork (`DivergingBeams`: each survivor is its own parent). Which curve moves, and how far?",
     )
 
     def __init__(self, panel: str) -> None:

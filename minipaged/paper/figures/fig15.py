@@ -41,14 +41,16 @@ class Fig15(Figure):
     title = f"Fig. 15: memory saved by sharing, {MODEL}, {DATASET}"
     section = "6.3"
     look = (
-        "Samples share their prompt and nothing else, and Alpaca's prompts are a quarter of the text: so it is about a "
-        "tenth that they save. Beams share what they have generated too, as far back as their common parent."
+        "Samples share only their prompt. Alpaca's prompts are a quarter of the text, so samples save about a tenth "
+        "of the blocks. Beams also share what they generated, as far back as their common parent."
     )
     change_it = (
-        "Take ShareGPT (`DATASET`, and lower `RATES`): its prompts are 8 times as long. The paper says 16 to 31 %.",
-        "Blocks of 1 token (`ServingSetup(block_size=1)`): everything that could be shared is. How much is that?",
-        "Let beams stay apart for longer (`GAP = 12` in `divergence.py`): which modelled bars come within 3 points "
-        "of the paper's?",
+        "Serve ShareGPT (`DATASET`, and lower `RATES`), whose prompts are 8 times as long. The paper reports 16 to "
+        "31 %.",
+        "Use blocks of 1 token (`ServingSetup(block_size=1)`): everything that could be shared is shared. How much "
+        "is that?",
+        "Let beams stay separate for longer (`GAP = 12` in `divergence.py`): which modelled bars come within 3 "
+        "points of the paper's?",
     )
 
     why: Mapping[str, str] = {

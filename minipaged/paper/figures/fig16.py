@@ -26,11 +26,11 @@ class Fig16(Panel):
     seconds = 300.0
     quick_seconds = 40.0
     look = (
-        "With five examples in the prefix vLLM serves 3.5 times what Orca (Oracle) does in the paper, and 3.0 times "
-        "here; with one 1.7 and 1.6 times. The prefix is in memory once, and is computed once."
+        "With five examples in the prefix, vLLM serves 3.5 times as many requests as Orca (Oracle) in the paper, and "
+        "3.0 times here. With one example it is 1.7 and 1.6 times. The prefix is stored once and computed once."
     )
     change_it = (
-        "Cut the prefix to 320 and to 336 tokens: whole blocks of 16 are shared. Does 341 lose what 336 does not?",
+        "Cut the prefix to 320 and to 336 tokens. Only whole blocks of 16 are shared: does 341 lose what 336 does not?",
         "Turn `enable_prefix_caching` off (`serving.engine_of`): what is left of vLLM's lead?",
         "Give every tenth request a prefix of its own (`serving.prompt_of`). What does the cache do with them?",
     )

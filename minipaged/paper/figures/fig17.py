@@ -26,13 +26,15 @@ class Fig17(Panel):
     section = "6.4"
     title = "Fig. 17: a chatbot, OPT-13B, ShareGPT"
     look = (
-        "In the paper the three baselines are one curve: most prompts have 1,024 tokens, so with any output at all a "
-        "chunk is rounded up to 2,048, however well its length is known. Here those that know the length are a little "
-        "ahead, by the prompts that are shorter."
+        "In the paper the three baselines have the same curve. Most prompts have 1,024 tokens, so with any output at "
+        "all a chunk is rounded up to 2,048, even if the output length is known. Here the systems that know the "
+        "length are slightly ahead, thanks to shorter prompts."
     )
     change_it = (
-        "Cut the history to 960 tokens (`CHAT_PROMPT`): outputs below 64 fit into half the chunk. Who gains?",
-        "Keep K and V from one round to the next, as prefix caching does today: `minipaged paper run beyond/routing`.",
+        "Cut the history to 960 tokens (`CHAT_PROMPT`), so that outputs below 64 fit into half the chunk: which "
+        "system gains?",
+        "Keep K and V from one round to the next, as prefix caching does today: run `minipaged paper run "
+        "beyond/routing`.",
         "Let conversations end after every round (`CHAT_ENDS = 1`, and rates as in 12a): how far from 12a is it?",
     )
 

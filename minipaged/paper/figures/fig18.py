@@ -25,14 +25,16 @@ class Fig18a(Figure):
     title = "Fig. 18a: attention over blocks / over contiguous memory, measured here"
     section = "7.1"
     look = (
-        "The paper pays a fifth to almost a half more for finding keys by a table, and pays it in attention alone. "
-        "What is compared is two programs, not two layouts: how well each is written counts as much as the table."
+        "In the paper, looking up keys through a table makes attention a fifth to almost a half slower; other "
+        "operations are not affected. The comparison is of two programs, not of two layouts: how well each is "
+        "written counts as much as the table."
     )
     alone = True
     change_it = (
-        "Let tables be in order (`np.arange` for `rng.permutation` in paper/kernel.py): does the order cost anything?",
-        "Blocks of 1, and of 128 (`BLOCK_SIZE`): at which size does the reference tier come close to NumPy alone?",
-        "Contexts of 2,048: which of the two gains more from long ones, and on which tier?",
+        "Put the blocks in order (`np.arange` instead of `rng.permutation` in paper/kernel.py): does the order cost "
+        "anything?",
+        "Use blocks of 1, and of 128 (`BLOCK_SIZE`): at which size does the reference tier come close to plain NumPy?",
+        "Use contexts of 2,048: which of the two programs gains more from long contexts, and on which tier?",
     )
 
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
@@ -110,13 +112,15 @@ class Fig18b(Figure):
     title = "Fig. 18b: latency by block size, OPT-13B"
     section = "7.2"
     look = (
-        "Large blocks are the half-empty ones: of each sequence's last block half is unused on average. Alpaca's "
-        "sequences have 78 tokens, so that blocks of 256 are contiguous memory again."
+        "Large blocks waste memory, because half of each sequence's last block is unused on average. Alpaca's "
+        "sequences have 78 tokens, so blocks of 256 are the same as contiguous memory."
     )
     change_it = (
         "Raise the rates by a tenth (`RATES` in figures/block_sizes.py): which block sizes fall behind first?",
-        "Give each step a cost for each block it reads (`SimulatedRunner.run`): with how much are ours the paper's?",
-        "Share prefixes (`enable_prefix_caching` in serving.py) and let prompts be alike: small blocks share more.",
+        "Add a cost for each block that a step reads (`SimulatedRunner.run`): at which cost do our curves match the "
+        "paper's?",
+        "Enable prefix caching (`enable_prefix_caching` in serving.py) with prompts that begin alike: small blocks "
+        "share more.",
     )
 
     why: Mapping[str, str] = {

@@ -66,13 +66,13 @@ class Fig19a(Figure):
     title = f"Fig. 19a: what a way back costs, {TOKENS} tokens"
     section = "7.3"
     look = (
-        "Swapping pays for each copy, recomputing does not know of blocks. With two pools a layer, a block of one "
-        "token makes 80 copies of 10 KB: most of the time is starting them."
+        "Swapping pays for each copy. Recomputing does not depend on blocks. With two pools per layer, a block of "
+        "one token takes 80 copies of 10 KB, and most of the time is spent starting them."
     )
     change_it = (
-        "Keep each block in one piece (`copies_per_block=1` in paper/machines.py): where is the crossover now?",
-        "Move 64 tokens, or 1,024 (`TOKENS`): reading the weights is paid once however few are computed.",
-        "Take a link of 50 GB/s (`LINK_BYTES_PER_SECOND`): which block sizes gain nothing from it?",
+        "Make each block one piece (`copies_per_block=1` in paper/machines.py): where is the crossover now?",
+        "Move 64 tokens, or 1,024 (`TOKENS`). A step reads the weights once, however few tokens it computes.",
+        "Use a link of 50 GB/s (`LINK_BYTES_PER_SECOND`): which block sizes gain nothing from it?",
     )
 
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
@@ -163,14 +163,15 @@ class Fig19b(Figure):
     title = "Fig. 19b: latency with swapping or recomputing, OPT-13B"
     section = "7.3"
     look = (
-        "With medium blocks both ways back are near each other, swapping 12 to 15 % slower: every third request is "
-        "preempted, and that costs about one step. With small blocks swapping costs more: thousands of copies. With "
-        "large ones there is room for fewer requests, and more are preempted."
+        "With medium blocks, swapping and recomputing are close: swapping is 12 to 15 % slower. Every third request "
+        "is preempted, and a preemption costs about one step. With small blocks, swapping is much slower because of "
+        "its thousands of copies. With large blocks fewer requests fit, and more are preempted."
     )
     change_it = (
-        "Raise the rate by a tenth (`RATES`): with more preemptions the two part sooner.",
-        "Make blocks one piece of memory (`copies_per_block=1`): what becomes of swapping with blocks of 1?",
-        "Where victims are swapped, recompute short ones (`way_back` in `paper/vllm.py`): is that better than both?",
+        "Raise the rate by a tenth (`RATES`): with more preemptions, at which block sizes do the curves separate?",
+        "Make each block one piece of memory (`copies_per_block=1`): how slow is swapping with blocks of 1 then?",
+        "Swap long requests and recompute short ones (`way_back` in `paper/vllm.py`): is that better than either "
+        "alone?",
     )
 
     why: Mapping[str, str] = {

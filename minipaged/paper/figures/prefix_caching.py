@@ -107,13 +107,15 @@ class PrefixCaching(FromFiles):
     files = tuple(f"mooncake_{name}.jsonl.gz" for name in TRACES)
     source = "FAST25-release/traces of github.com/kvcache-ai/Mooncake (Qin et al., FAST 2025), compressed by gzip"
     look = (
-        "Both curves grow slowly, for prefixes come again long after they were there: it takes some 15 million tokens "
-        "for nearly all that there is to have. The synthetic trace, which has more of them, is there a little sooner."
+        "Both curves grow slowly, because prefixes return long after their last use. Some 15 million tokens are "
+        "needed for nearly all possible hits. The synthetic trace, which has more shared prefixes, gets there with a "
+        "slightly smaller cache."
     )
     change_it = (
-        "Evict at random in place of the least recently used (`PrefixCache.evict`): how much of the curve is lost?",
-        "Split the requests among four caches by turns: what does a router without prefixes throw away?",
-        "Let blocks have 4,096 tokens (every eighth hash): what do large blocks cost?",
+        "Evict at random instead of the least recently used block (`PrefixCache.evict`): how much of the hit rate is "
+        "lost?",
+        "Split the requests among four caches in turns: what does a router that ignores prefixes lose?",
+        "Use blocks of 4,096 tokens (every eighth hash): what do large blocks cost?",
     )
 
     def jobs_with(self, paths: Sequence[str], quick: bool, seed: int) -> list[Job]:

@@ -95,14 +95,15 @@ class Azure(FromFiles):
         "AzureLLMInferenceTrace_conv.csv of github.com/Azure/AzurePublicDataset (Patel et al., ISCA 2024; CC-BY 4.0)"
     )
     look = (
-        "From second to second the trace is hardly more uneven than a Poisson process, but within its hour the rate "
-        "goes up by two fifths and down again. By that alone (its times, its lengths in any order) the queue grows "
-        "earlier. In the trace those who come in the busy minutes ask for less, which takes a part of it back."
+        "From second to second the trace is hardly more uneven than a Poisson process. But within its hour the rate "
+        "rises by two fifths and falls again. This alone (the trace's times with shuffled lengths) makes the queue "
+        "grow earlier. In the trace, requests of the busy minutes are shorter, which compensates for a part of it."
     )
     change_it = (
-        "Take every fifth request at its own time, the clock as it is (`at_rate`): what is left of the bursts?",
-        "Keep the order of the lengths and only draw the times (`at_random`): which of the three is it nearest?",
-        'Serve with `policy="shortest-first"`: does it matter more with bursts, or without?',
+        "Take every fifth request at its original time, without scaling the times (`at_rate`): what is left of the "
+        "bursts?",
+        "Keep the order of the lengths and only draw the times (`at_random`): which of the three curves is nearest?",
+        'Serve with `policy="shortest-first"`: does the policy matter more with bursts or without?',
     )
     RATES = (0.6, 0.8, 0.9, 1.0, 1.1, 1.2)
     KINDS: Mapping[str, tuple[bool, bool]] = {
@@ -183,15 +184,15 @@ class ShareGPTPairs(FromFiles):
         "(Agrawal et al., OSDI 2024; Apache-2.0), compressed by gzip"
     )
     look = (
-        "Here a prompt is a whole conversation, four times as long as in Fig. 11, so every knee comes sooner. What to "
-        "compare are the distances between the systems: the order is the paper's, but the longer the prompts, the less "
-        "of a sequence is yet to come, and the less there is to gain by not reserving it. And whether prompts and "
-        "outputs are paired as they were, or anew (as in Fig. 12 here), is hardly seen."
+        "Here a prompt is a whole conversation, four times as long as in Fig. 11, so every knee comes earlier. "
+        "Compare the distances between the systems. The order is the paper's. But the longer the prompts, the fewer "
+        "of a sequence's tokens are still to come, and the less there is to gain by not reserving them. Whether "
+        "prompts and outputs are paired as recorded or at random (as in Fig. 12 here) makes hardly any difference."
     )
     change_it = (
         "Leave out prompts of more than 500 tokens (`that_fit`): do the knees come back to the paper's?",
         "Serve OPT-175B (`model`, and raise `RATES`), which has four times the slots: how far is Orca (Oracle) then?",
-        "Cut prompts to their last 1,024 tokens in place of leaving requests out: who gains?",
+        "Cut prompts to their last 1,024 tokens instead of leaving requests out: which system gains?",
     )
     RATES: Mapping[str, tuple[float, ...]] = {
         "Orca (Max)": (0.3, 0.4, 0.45, 0.5, 0.6),

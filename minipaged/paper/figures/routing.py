@@ -193,15 +193,15 @@ class Routing(Figure):
     title = "Replicas behind a router: chatbot, OPT-13B, as many users for each replica"
     section = "beyond"
     look = (
-        "With as many users for each replica nothing should change to the right. By turns a round meets what the one "
-        "before it has left by chance, one time in so many replicas; who goes by prefixes finds nearly what one "
-        "replica alone would find. Caches of 15,700 tokens are small: running requests take most of them, and of what "
-        "could be found half has been evicted by then."
+        "The number of users per replica is constant, so ideally nothing changes to the right. With round robin, a "
+        "round of a conversation reaches the replica with its history only by chance. The prefix-aware router finds "
+        "nearly as much as a single replica. Caches of 15,700 tokens are small: running requests take most of them, "
+        "and half of what could be found has been evicted by then."
     )
     change_it = (
-        "Begin 0.15 conversations a second (RATE): which of the two, hits or seconds, gains more now?",
-        "Let replicas never tell of their caches (NEWS_SECONDS = 1e9): how far does what was sent where go?",
-        "`PrefixAware(BLOCK_SIZE, apart=0, ratio=1)`: what does it cost to balance before all else?",
+        "Begin 0.15 conversations per second (RATE): which improves more now, hits or seconds?",
+        "Never report caches to the router (NEWS_SECONDS = 1e9): how good is its own record of what it sent where?",
+        "Use `PrefixAware(BLOCK_SIZE, apart=0, ratio=1)`: what does it cost to put balance before everything else?",
     )
     RATE = 0.25
     REPLICAS = (1, 2, 4, 8)

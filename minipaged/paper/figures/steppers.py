@@ -87,14 +87,15 @@ class Fig4(Stepped):
     title = "Fig. 4: the system: one KV cache manager, several workers"
     section = "4"
     look = (
-        "The manager's block tables first; beside and below it what each worker knows of them, by nothing but the "
-        "steps that it was sent. Each worker has a pool of its own, for its share of the heads, in which a block has "
-        "the same number. Step through the run to see who decides: scheduler, then tables, then the model."
+        "First look at the manager's block tables, then at the workers' views, which result from the steps alone. "
+        "Each worker has its own pool for its share of the heads, in which a block has the same number. Step through "
+        "the run to see the order of decisions: scheduler, then tables, then the model."
     )
     change_it = (
-        "Let four workers follow (`WORKERS` in `telling.py`): does the manager do more work?",
-        "Give the pool 4 blocks (`Fig4.tale`): the second request waits, and no worker hears of it until it runs.",
-        "Send a worker no changes of tables (`step._replace(tables=())` in `Teller.run`): what fails, and when?",
+        "Use four workers (`WORKERS` in `telling.py`): does the manager do more work?",
+        "Give the pool 4 blocks (`Fig4.tale`): the second request waits, and no worker learns of it until it runs.",
+        "Do not send changes of tables to the workers (`step._replace(tables=())` in `Teller.run`): what fails, and "
+        "when?",
     )
     tale = Tale(
         "A scheduler, a KV cache manager, and workers",
@@ -160,12 +161,13 @@ class Fig5(Stepped):
     title = "Fig. 5: attention over blocks that are not side by side"
     section = "4.1"
     look = (
-        "The query is of “forth”. Its keys and values, and those of all before it, are in three blocks, which lie "
-        "anywhere in the pool. The block table says where, and in which order: the kernel reads block after block."
+        "The query is that of “forth”. Its keys and values, and those of all tokens before it, are in three blocks, "
+        "which can be anywhere in the pool. The block table gives their places and their order. The kernel reads "
+        "block after block."
     )
     change_it = (
-        "Blocks of 2 (`block_size` in `Fig5.tale`): how many does the query read now?",
-        "Hand out the blocks in another order (`first_blocks`): what changes but the numbers?",
+        "Use blocks of 2 (`block_size` in `Fig5.tale`): how many does the query read now?",
+        "Hand out the blocks in another order (`first_blocks`): does anything change except the numbers?",
         "Let the text go on (`TaleRequest(PROMPT, 9)`): when is a fourth block read?",
     )
     tale = Tale("The query of “forth”", (SPEECH,), (TaleRequest(PROMPT, 5),), first_blocks=(4, 1, 2))
@@ -216,13 +218,13 @@ class Fig6(Stepped):
     title = "Fig. 6: block table translation"
     section = "4.3"
     look = (
-        "The prompt takes two blocks, and one slot of the second is left. The first new token goes there: only #filled "
-        "changes. The second finds the block full, and only now is a third one taken."
+        "The prompt takes two blocks, and one slot of the second is left. The first new token goes there, so only "
+        "#filled changes. The second new token finds the block full, and only now a third block is taken."
     )
     change_it = (
         "A prompt of eight tokens (add a word to `PROMPT`): which step takes the third block?",
-        "Blocks of 16 (`block_size`): how many slots are taken for nothing, and for how long?",
-        "Blocks of 2 (`block_size`): which steps take a block now?",
+        "Use blocks of 16 (`block_size`): how many slots are unused, and for how long?",
+        "Use blocks of 2 (`block_size`): which steps take a block now?",
     )
     tale = Tale("Four score and seven years ago our", (SPEECH,), (TaleRequest(PROMPT, 4),), first_blocks=(7, 1, 3))
 
@@ -259,13 +261,13 @@ class Fig7(Stepped):
     title = "Fig. 7: two requests in one pool"
     section = "4.3"
     look = (
-        "Each request has a table; their blocks are mixed in the pool, in the order in which they were asked for. What "
-        "is lost is the end of each last block, and nothing in between."
+        "Each request has a table. Their blocks are mixed in the pool, in the order in which they were allocated. "
+        "Only the end of each last block is unused, and nothing in between."
     )
     change_it = (
-        "Let both arrive at once (leave `after` out): who gets which block?",
-        "Blocks of 2 (`block_size`): how many slots are lost, and how many blocks has each?",
-        "Hand out the blocks in order (leave `first_blocks` out): does anything change but their numbers?",
+        "Let both arrive at the same time (leave `after` out): which request gets which block?",
+        "Use blocks of 2 (`block_size`): how many slots are unused, and how many blocks has each request?",
+        "Hand out the blocks in order (leave `first_blocks` out): does anything change except their numbers?",
     )
     tale = Tale(
         "Two requests, one pool",
@@ -297,12 +299,13 @@ class Fig8(Stepped):
     title = "Fig. 8: parallel sampling: one prompt, two samples"
     section = "4.4"
     look = (
-        "Both samples have the prompt's blocks, whose counts are 2. The first to write into the last of them gets a "
-        "copy to write into; the second is then alone with the old one and writes in place. The full block stays so."
+        "Both samples hold the prompt's blocks, with a reference count of 2. The first sample that writes into the "
+        "last block gets a copy to write into. The second one then holds the old block alone, and writes in place. "
+        "The full block stays shared."
     )
     change_it = (
-        "Three samples (`samples=3`): how many copies?",
-        "Blocks of 8 (`block_size`): what is still shared when both have written?",
+        "Use three samples (`samples=3`): how many copies?",
+        "Use blocks of 8 (`block_size`): what is still shared when both have written?",
         "Let a third request come one step later (`TaleRequest(PROMPT, 4, after=1)`): does it share anything?",
     )
     tale = Tale(
@@ -347,13 +350,13 @@ class Fig9(Stepped):
     title = "Fig. 9: beam search: what dies gives its blocks back"
     section = "4.4"
     look = (
-        "Before: four beams, the prompt is everybody's, three have two more blocks in common. Then the four likeliest "
-        "come from only two of them: the other two are gone, and so are the blocks that nobody else had. Nothing is "
-        "copied: four new blocks are begun."
+        "Before: four beams share the prompt, and three of them share two more blocks. Then the four most likely "
+        "continuations come from only two of the beams. The other two die, and the blocks that only they held are "
+        "freed. Nothing is copied: four new blocks are begun."
     )
     change_it = (
-        "Blocks of 3 (`block_size`): now forks come in the middle of a block. How many copies?",
-        "Three beams (`BEAMS`): which two stories are left, and how many blocks does the whole search take?",
+        "Use blocks of 3 (`block_size`): now forks come in the middle of a block. How many copies?",
+        "Use three beams (`BEAMS`): which two stories are left, and how many blocks does the whole search take?",
         'Make "evening" likelier than "night" (`odds`): which blocks are freed?',
     )
     tale = Tale(
@@ -423,14 +426,15 @@ class Fig10(Stepped):
     title = "Fig. 10: a shared prefix"
     section = "4.4"
     look = (
-        "The instruction and its examples were computed once, before. Two requests begin with them: their tables begin "
-        "with the same blocks, and only their own words are run. The count of a shared block is 3, since the prefix "
-        "cache holds it too."
+        "The instruction and its examples were computed once, before. Two requests begin with them. Their tables "
+        "begin with the same blocks, and only their own words are computed. The reference count of a shared block is "
+        "3, because the prefix cache holds it too."
     )
     change_it = (
         "Take a word from `PREFIX`: the last block is no longer full. What does that cost each request?",
         "Turn prefix caching off (`prefix_caching=False`): how many more blocks, how many more tokens?",
-        "Let all three arrive at once (`after=0`): who computes the prefix, and what becomes of the twins?",
+        "Let all three arrive at the same time (`after=0`): which request computes the prefix, and what happens to "
+        "duplicates?",
     )
     tale = Tale(
         "A prefix, and two tasks",

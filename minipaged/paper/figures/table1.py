@@ -55,12 +55,12 @@ class Table1(Figure):
     title = "Table 1: model sizes and server configurations"
     section = "6.1"
     look = (
-        "How few tokens fit. OPT-66B has the least room: what four GPUs leave beside its weights, for tokens almost "
-        "three times as large as OPT-13B's. So it gains most from paging (Fig. 12b)."
+        "Few tokens fit. OPT-66B has the least room: its four GPUs leave little memory beside the weights, and its "
+        "tokens are almost three times as large as OPT-13B's. So it gains most from paging (Fig. 12b)."
     )
     change_it = (
         "Keep K and V in 8 bits: halve `Setting.kv_bytes_per_token` in paper/machines.py, and run 12a again.",
-        "Let a block hold 256 tokens (`Sizes(model, block_size=256)`): what does rounding to whole blocks lose?",
+        "Use blocks of 256 tokens (`Sizes(model, block_size=256)`): what does rounding to whole blocks lose?",
         "Add a column: your GPU, and the model you would serve on it. How many chats of 2,000 tokens fit?",
     )
 

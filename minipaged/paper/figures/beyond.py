@@ -125,17 +125,17 @@ class ChunkedPrefill(Figure):
     def _notes(self, slowest: Mapping[str, Sequence[published.Point]]) -> list[str]:
         """Return the figure's notes. `slowest` is the 99th percentile of the times between tokens, by rate."""
         return [
-            f"Goodput: the rate up to which no more than {MISSED:.0%} of the requests miss an objective. The "
+            f"Goodput is the rate up to which no more than {MISSED:.0%} of the requests miss an objective. The "
             "objectives are assumed, and were chosen after first runs. No number: more miss it at the lowest rate.",
             "Prompts first (prefill-prioritizing) is this engine's step in two passes, the prompts' and the "
-            f"decodes', with at most {BATCH_TOKENS:,} tokens; prompts come in whole, which by itself costs "
-            "nothing: what costs is reading the weights twice. vLLM of then let several steps of prompts pass "
-            "before those that decode got a token: here they get one after each, so stalls were longer then.",
-            "Between two tokens: of all that any request got, one after the other. The longest are of requests "
-            "that were preempted, where there were any.",
-            f"No more than 1 % of them are longer than {STALL:g} s (assumed, after first runs): {up_to(slowest)}. "
-            "Sarathi-Serve's 2.6 and 3.7 times (Mistral-7B, Yi-34B) are of such rates, each under a limit of its "
-            "own, with other models and prompts: they are not compared.",
+            f"decodes', with at most {BATCH_TOKENS:,} tokens. Prompts are admitted whole, which by itself costs "
+            "nothing. The cost is that weights are read twice. vLLM at that time ran several steps of prompts "
+            "before decoding requests got a token. Here they get one after each, so vLLM's stalls were longer.",
+            "Times between two tokens are of all successive tokens of all requests. The longest times belong to "
+            "preempted requests, if there were any.",
+            f"No more than 1 % of these times are longer than {STALL:g} s (assumed, after first runs): "
+            f"{up_to(slowest)}. Sarathi-Serve reports gains of 2.6 and 3.7 times in such rates (Mistral-7B, Yi-34B). "
+            "Its limits, models and prompts differ, so they are not compared.",
         ]
 
     def _bars(self, results: Sequence[Mapping[str, Any]]) -> list[Plot]:
@@ -260,10 +260,10 @@ class OrdersOfService(Figure):
             plots,
             checks,
             notes=[
-                "Learning-to-rank schedulers come close to the shortest job first without knowing lengths; of them 2.8 "
-                "times lower latency of a chatbot is published. Here lengths are known, as in a trace.",
-                f"Assumed: {URGENT:.0%} of the requests, drawn at random, have priority. By the other policies the "
-                "same two classes are counted, and differ by chance alone.",
+                "Learning-to-rank schedulers come close to shortest-first without knowing lengths. A published one "
+                "lowers the latency of a chatbot by a factor of 2.8. Here lengths are known, as in a trace.",
+                f"Assumed: {URGENT:.0%} of the requests, drawn at random, have priority. With the other policies the "
+                "same two classes are measured, and differ only by chance.",
             ],
         )
 
@@ -388,7 +388,7 @@ class OnePiece(Figure):
             checks,
             notes=[
                 f"The trace is that of Fig. 19b, {RATES['ShareGPT']:g} requests/s. {NOT_SIMULATED}",
-                "Where a line is below recomputing from the first block size on, or never, there is no crossover.",
+                "A line that is below recomputing from the first block size on, or never, has no crossover.",
             ],
         )
 

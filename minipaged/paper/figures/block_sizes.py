@@ -18,8 +18,8 @@ SECONDS, QUICK_SECONDS = {"ShareGPT": 900.0, "Alpaca": 150.0}, {"ShareGPT": 150.
 LONG = 2.0
 """A block size is bad if its latency exceeds this multiple of the latency with blocks of 16."""
 NOT_SIMULATED = (
-    "A simulated step reads K and V at one speed whatever the blocks are. On the paper's GPU small blocks are slow to "
-    "read (its kernel goes block by block): that is what its curves show below 16, and ours cannot."
+    "A simulated step reads K and V at the same speed for all block sizes. On the paper's GPU small blocks are slow "
+    "to read, because its kernel reads block by block. This is why its curves rise below 16, which ours cannot show."
 )
 
 

@@ -149,15 +149,15 @@ class Calibration(Figure):
             checks,
             notes=[
                 "Measured steps are sums of measured kernels, published as profiles: LLaMA-13B on an A100 of 80 GB, 40 "
-                "layers and the head. No host is beside them, so `t0` is 0. Fitted to them, weights are read at "
+                "layers and the head. They exclude the host, so `t0` is 0. By the fit, weights are read at "
                 f"{kernels['weights']:.1%} of the memory's speed, keys and values at {kernels['kv']:.1%}, prompts are "
                 f"computed at {kernels['arithmetic']:.1%} of the arithmetic, and a row costs "
-                f"{1e6 * kernels['seconds_per_row']:.0f} microseconds. The machines take over the first and the third.",
-                f"The law is farthest from {worst.decode_rows} rows of {worst.context_each} tokens, "
+                f"{1e6 * kernels['seconds_per_row']:.0f} microseconds. The machines use the first and third number.",
+                f"The largest error of the law is at {worst.decode_rows} rows of {worst.context_each} tokens, "
                 f"{by_law[worst] / worst.seconds - 1:+.0%}. (256 rows of 64 tokens were measured as slower than 256 of "
-                "128, which no law of bytes gives.)",
-                "The machines' other speeds are fitted to the flat points. So their rows cost several times as much as "
-                "by the kernels alone: the host of then is in them.",
+                "128, which no law based on bytes gives.)",
+                "The machines' other speeds are fitted to the flat points. Their rows therefore cost several times "
+                "as much as by the kernels alone: these costs include the host at the time of the paper.",
             ],
         )
 

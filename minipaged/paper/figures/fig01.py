@@ -66,13 +66,14 @@ class Fig1(Figure):
     )
 
     why: Mapping[str, str] = {
-        "memory with": "our requests are longer. Each of the 800 that are drawn takes 465 tokens' room with seed 0, "
-        "and 425 with seed 1; the paper's take 410 when its memory is full.",
-        "requests that fit": "the same; with seed 1 there are 35.0, which is within the tolerance. In Fig. 13, whose "
-        "requests are ShareGPT's, the paper itself has 30.4 in a batch that others wait for.",
-        "tokens/s": "the paper's own figures are apart. By Fig. 12a vLLM generates 507 tokens a second at 1.5 "
-        "requests/s, with 21.5 requests in a batch (by their latency); in Fig. 1 a batch of that size generates 608. "
-        "Our machine is calibrated by Fig. 12. What was faster in Fig. 1 is not known.",
+        "memory with": "our requests are longer. The 800 requests that are drawn take the memory of 465 tokens each "
+        "with seed 0, and of 425 with seed 1. The paper's take 410 when its memory is full.",
+        "requests that fit": "our requests are longer, as above. With seed 1, 35.0 fit, which is within the "
+        "tolerance. In Fig. 13, which serves ShareGPT's requests, the paper itself has a batch of 30.4 while others "
+        "wait.",
+        "tokens/s": "the paper's own figures disagree. In Fig. 12a vLLM generates 507 tokens per second at 1.5 "
+        "requests/s, with 21.5 requests in a batch (by their latency). In Fig. 1 a batch of that size generates "
+        "608. Our machine is calibrated by Fig. 12. Why Fig. 1 is faster is not known.",
     }
 
     def _serving(self, name: str, batch: int, *, quick: bool, seed: int) -> ServingSetup:
@@ -140,10 +141,11 @@ class Fig1(Figure):
             checks,
             [sentence],
             [
-                "So many requests are there from the beginning that the batch is always full: means over the steps in "
-                "which others wait. Prompts are among the steps, and make no tokens but their first.",
-                "The paper does not say which requests it served. ShareGPT's hold 435 tokens each on average over "
-                "their steps, and the slope of its vLLM line comes to 424.",
+                "Enough requests are there from the beginning to keep the batch full: means are over the steps "
+                "during which requests wait. Steps that compute prompts are included; they generate only first "
+                "tokens.",
+                "The paper does not say which requests it served. Requests of ShareGPT hold 435 tokens each, "
+                "averaged over their steps. The slope of the paper's vLLM line corresponds to 424.",
             ],
         )
 

@@ -85,10 +85,11 @@ class Fig2(Figure):
             checks,
             [sentence],
             [
-                "Means over the steps in which a request waits: then all that the memory could hold is wanted.",
-                "*Internal* is what was expected and never comes; *external and others* is what nobody has, and what "
-                "the buddy allocator adds by rounding a chunk to a power of two. So counted the paper's bars come out: "
-                "its Orca (Oracle) has no internal waste though its chunks are rounded.",
+                "Means are over the steps during which a request waits, so that all of the memory is in demand.",
+                "*Internal* is memory for tokens that were expected and never come. *External and others* is memory "
+                "that no request holds, and memory that the buddy allocator adds when it rounds a chunk up to a "
+                "power of two. This way of counting fits the paper's bars: its Orca (Oracle) has no internal waste "
+                "although its chunks are rounded.",
             ],
         )
 

@@ -165,9 +165,9 @@ class Fig3(Figure):
             plots,
             checks,
             notes=[
-                f"Left: {two['free']} slots are free, and no third request like A gets in (external fragmentation).",
-                f"Right: after {REAL_STEPS} steps, {len(real['chunks'])} of {NUM_REAL} requests that came at once have "
-                f"a chunk, and {held:,} of {total:,} slots hold a token ({held / total:.0%}). Means are in Fig. 2.",
+                f"Left: {two['free']} slots are free, but no third request like A fits (external fragmentation).",
+                f"Right: {NUM_REAL} requests arrive together. After {REAL_STEPS} steps, {len(real['chunks'])} have a "
+                f"chunk, and {held:,} of {total:,} slots hold a token ({held / total:.0%}). Fig. 2 has the means.",
             ],
         )
 

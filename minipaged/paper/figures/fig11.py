@@ -98,9 +98,9 @@ class Fig11(Figure):
             plots,
             checks,
             notes=[
-                "The paper prints how long prompts are and how long outputs are, not which belong together: they are "
-                "drawn independently here, as far as both fit into 2,048 tokens.",
-                "Within a bin all lengths are drawn alike; no more can be read off a histogram.",
+                "The paper prints the lengths of prompts and of outputs, but not which belong together. Here they "
+                "are drawn independently, except that both together fit into 2,048 tokens.",
+                "All lengths within a bin are drawn with equal probability, as a histogram says no more.",
             ],
         )
 

@@ -45,14 +45,14 @@ the paper's curves give."""
 
 WHY = {
     "12a": {
-        "vLLM at": "the paper draws two points at 1.5/s, 0.0424 s and 0.0487 s. The check is of the first, by which "
-        "the machine was calibrated; ours is the second. What it has more than the law has waited: in a twentieth of "
-        "the steps there is no room for somebody, and 375 are preempted in the hour.",
+        "vLLM at": "the paper draws two points at 1.5/s, 0.0424 s and 0.0487 s. The check uses the first, which "
+        "calibrated the machine. Our result is close to the second. The difference to the law is waiting time: in a "
+        "twentieth of the steps some request finds no room, and 375 requests are preempted in the hour.",
     },
     "12b": {
-        "vLLM at": "what has waited. In a twentieth of the steps there is no room for somebody, and 130 are "
-        "preempted in the hour: OPT-66B leaves room for 9.7 thousand tokens, which a few long requests fill. The "
-        "paper's point is below the law's, so there nobody waited. Why not is not known.",
+        "vLLM at": "the difference is waiting time. In a twentieth of the steps some request finds no room, and 130 "
+        "requests are preempted in the hour. OPT-66B leaves room for 9.7 thousand tokens, which a few long requests "
+        "fill. The paper's point is below the law's, so no request waited there. Why not is not known.",
     },
 }
 """`Figure.why` of each panel."""
@@ -118,10 +118,10 @@ class Fig12(Panel):
         rate = self.flat_point().rate
         by_law = normalized_latency(machine(self.model), rate, Means.of(published.dataset(self.panel)))
         return [
-            f"If nothing waits, vLLM at {rate:g}/s has {by_law:.4f} s by the law of a step alone, with the dataset's "
-            "lengths. Ours differs by what has waited, and by the lengths of its trace.",
-            "FasterTransformer is not judged: how large its batches were is not known. Here each of its sequences has "
-            "a chunk of the longest length, as in Orca (Max).",
+            f"If nothing waits, vLLM at {rate:g}/s takes {by_law:.4f} s a token by the law of a step alone, with the "
+            "dataset's lengths. Our result differs because requests wait, and because of the lengths in its trace.",
+            "FasterTransformer is not judged, because its batch sizes are not known. Here each of its sequences has a "
+            "chunk of the longest length, as in Orca (Max).",
         ]
 
 

@@ -47,8 +47,8 @@ class Fig13(Figure):
     )
 
     why: Mapping[str, str] = {
-        "ShareGPT, vLLM": "here the memory is full while others wait, as with the other systems. The paper's batch "
-        "was smaller, though requests waited there too. What else bounded it is not known.",
+        "ShareGPT, vLLM": "here the memory is full while requests wait, as with the other systems. The paper's "
+        "batch was smaller, although requests waited there too. What else limited it is not known.",
     }
 
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
@@ -79,12 +79,12 @@ class Fig13(Figure):
             plots,
             checks,
             notes=[
-                "Means over the steps up to the last arrival. What follows is a batch that empties, and it would count "
-                "the more the shorter the trace is.",
-                "vLLM on ShareGPT is near its knee, and the longer the trace, the more of it is served from a queue. "
-                f"By the paper's bar of {ORACLE} and its share of tokens in Fig. 2, a request holds {each:.0f} tokens; "
-                f"so many times {batched:g} is {each * batched / slots:.0%} of the memory: the paper's batch of vLLM "
-                "was not full all the while, though its queue grew.",
+                "Means are over the steps up to the last arrival. After it the batch empties. Those steps would "
+                "weigh more the shorter the trace is.",
+                "vLLM on ShareGPT is near its knee: the longer the trace, the more of it is served from a queue. "
+                f"By the paper's bar of {ORACLE} and its share of tokens in Fig. 2, a request holds {each:.0f} tokens. "
+                f"Times {batched:g} requests, this is {each * batched / slots:.0%} of the memory. So the memory of "
+                "the paper's vLLM was not always full, although its queue grew.",
             ],
         )
 

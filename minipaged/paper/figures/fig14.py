@@ -21,11 +21,11 @@ READ = 0.05
 FLAT_SECONDS = 60.0
 """Duration of the traces that calibrate the cost of further sequences. Nothing waits, so short traces suffice."""
 ORCA_IS_TOO_FAST = (
-    "Orca serves too much. With beams (d, e, f) its knees are 13 to 51 % high, vLLM's within 8 %; with samples "
-    "(a, b, c) Orca's are at most 5 % high. What beams do beside is to fork and die all the time, and then Orca "
-    "copies all that a beam has. Here copies are paid for by their bytes alone. In a trial in which each cost what "
-    "starting it does (by Fig. 19a), Orca (Oracle) came to its knee below 2.8/s, so before the paper's: what its "
-    "copies cost is not known."
+    "Orca is too fast here. With beams (d, e, f) its knees are 13 to 51 % too high, and vLLM's are within 8 %. With "
+    "samples (a, b, c) Orca's are at most 5 % too high. Unlike samples, beams fork and die all the time, and each "
+    "time Orca copies all tokens of a beam. Here only the bytes of a copy cost time. In a trial, each copy also cost "
+    "the time to start it (by Fig. 19a). Then the knee of Orca (Oracle) was below 2.8/s, earlier than the paper's. "
+    "The true cost of its copies is not known."
 )
 WIDTHS = {"a": 2, "b": 4, "c": 6, "d": 2, "e": 4, "f": 6}
 
@@ -70,13 +70,13 @@ class Fig14(Panel):
     def notes(self) -> list[str]:
         cost = FURTHER_BEAM if self.beams else FURTHER_SAMPLE
         notes = [
-            f"What the second and each further sequence of a request costs a step beside its tokens, {cost:g} of what "
-            "the first one does, is calibrated by vLLM's flat points of this figure. The ratio of the knees is not.",
-            "Traces are shorter than the paper's hour: all knees are higher than an hour's would be, for a "
-            "queue has less time to grow.",
+            f"Each sequence of a request after the first costs {cost:g} of the first one's row in a step. This number "
+            "is calibrated by vLLM's flat points of this figure. The ratio of the knees is not.",
+            "The traces are shorter than the paper's hour. So all knees are higher than with an hour, because a queue "
+            "has less time to grow.",
         ]
         if self.beams:
-            notes.append("Which beams survive was measured on SmolLM2, not on OPT-13B: see `divergence.py`.")
+            notes.append("The survival of beams was measured on SmolLM2, not on OPT-13B: see `divergence.py`.")
         return notes
 
 

@@ -54,8 +54,8 @@ class Fig15(Figure):
     )
 
     why: Mapping[str, str] = {
-        "beam search": "the beams of SmolLM2 that were measured share more of what they have generated than the "
-        "paper's seem to. Those of OPT-13B were not measured.",
+        "beam search": "the measured beams of SmolLM2 share more of the tokens that they generated than the paper's "
+        "beams seem to. Beams of OPT-13B were not measured.",
     }
 
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
@@ -111,11 +111,11 @@ class Fig15(Figure):
             checks,
             [sentence],
             [
-                "Saved is 1 - blocks held / block-table entries, over all steps: a block that three tables have is "
-                "held once. The paper's bars were counted so as well.",
-                "Judged are beams that diverge as those of SmolLM2 were heard to. Beside them stands a model of one "
-                f"number, {GAP:g}, by which beams share as much as those (`divergence.py`). Fewer blocks are saved "
-                "where they stay apart for longer, as OPT-13B's seem to.",
+                "The saving is 1 - blocks held / block-table entries, over all steps: a block in three tables is "
+                "held once. The paper counts its bars in the same way.",
+                "The judged beams diverge as those of SmolLM2 were measured to. The other bars are a model with one "
+                f"number, {GAP:g}, whose beams share as much as the measured ones (`divergence.py`). Fewer blocks are "
+                "saved if beams stay separate for longer, as OPT-13B's seem to.",
             ],
         )
 

@@ -41,10 +41,10 @@ class Fig16(Panel):
         self.title = f"Fig. {panel}: a shared prefix of {self.prefix} tokens, LLaMA-13B"
 
     why: Mapping[str, str] = {
-        "vLLM ÷ Orca (Oracle)": "vLLM comes to its knee too early, and not by memory alone: where nothing waits, at "
-        "24/s, the law is a tenth above the paper's point already (`minipaged paper run calibration`). In a step "
-        "each row reads the shared prefix for itself, at the full speed of the data sheet, where the search ended. A "
-        "GPU may find it in its cache after the first: that was not measured.",
+        "vLLM ÷ Orca (Oracle)": "vLLM's knee is too early, and memory is not the only reason. Where nothing waits, "
+        "at 24/s, the law is already a tenth above the paper's point (`minipaged paper run calibration`). In a step "
+        "each row reads the shared prefix separately, at the full speed of the data sheet, where the calibration's "
+        "search ended. A GPU may find the prefix in its cache after the first row; that was not measured.",
     }
 
     def serving(self, system: str, rate: float, seconds: float, seed: int) -> ServingSetup:
@@ -55,10 +55,10 @@ class Fig16(Panel):
 
     def notes(self) -> list[str]:
         return [
-            "The paper does not say how long the sentences were: see TRANSLATION in `workloads.py`. Both the knees and "
-            "their ratio depend on that.",
-            "Traces are shorter than the paper's hour: all knees are higher than an hour's would be, for a "
-            "queue has less time to grow.",
+            "The paper does not say how long the sentences were: see TRANSLATION in `workloads.py`. The knees and "
+            "their ratio depend on it.",
+            "The traces are shorter than the paper's hour. So all knees are higher than with an hour, because a queue "
+            "has less time to grow.",
         ]
 
     def sentences(self, ours: Mapping[str, Sequence[published.Point]]) -> list[PaperClaim]:

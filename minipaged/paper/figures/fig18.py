@@ -80,7 +80,7 @@ class Fig18a(Figure):
             says,
             self.section,
             f"{min(many):.0%} to {max(many):.0%} with 32 sequences, {min(few):.0%} to {max(few):.0%} with 8",
-            f"{min(here):+.0%} to {max(here):+.0%}, on other hardware and beside other programs",
+            f"{min(here):+.0%} to {max(here):+.0%}, on other hardware and against other programs",
             round(min(everything), 2) >= 0.2 and round(max(everything), 2) <= 0.26,
         )
         return FigureResult(
@@ -88,12 +88,12 @@ class Fig18a(Figure):
             checks,
             [sentence],
             [
-                "No verdicts: other hardware, other kernels. These numbers are measured: with the same seed they come "
-                "out differently, on each machine and each time. What is kept is not measured again; with a new folder "
-                "(--output) it is.",
-                f"{HEADS} heads of {HEAD_DIM}, blocks of {BLOCK_SIZE} in random order. Beside the reference tier "
-                "stands NumPy over one array, beside the fast tier torch's scaled_dot_product_attention. Below 1, "
-                "paging's program is the faster one of the two.",
+                "Nothing is judged, because hardware and kernels differ from the paper's. These numbers are "
+                "measured: even with the same seed they differ on each machine and each time. A stored result is "
+                "not measured again. Use a new folder (--output) to measure again.",
+                f"{HEADS} heads of {HEAD_DIM}, blocks of {BLOCK_SIZE} in random order. The reference tier is compared "
+                "with NumPy over one array, and the fast tier with torch's scaled_dot_product_attention. Below 1, the "
+                "paged program is the faster one.",
             ],
         )
 
@@ -124,8 +124,8 @@ class Fig18b(Figure):
     )
 
     why: Mapping[str, str] = {
-        "log2 of the block size": "nothing here speaks against small blocks (see the first of these notes), so the "
-        "best are the smallest but one, and all below 16 are good.",
+        "log2 of the block size": "in this simulation small blocks have no disadvantage (see the first of these "
+        "notes). So the best size is the smallest but one, and all sizes below 16 are good.",
     }
 
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
@@ -166,9 +166,9 @@ class Fig18b(Figure):
             checks,
             notes=[
                 NOT_SIMULATED,
-                "The paper does not say at which rates it measured, nor for how long: ours are such that blocks of 16 "
-                "come to about its heights. Heights are not judged; where the good block sizes begin and end is.",
-                "Of the KV memory, while a request waits, tokens take with blocks of 16 and of 256: "
+                "The paper does not give its rates and durations. Ours are chosen so that blocks of 16 have about its "
+                "latencies. Latencies are not judged. The ends of the range of good block sizes are.",
+                "Shares of the KV memory with tokens, while a request waits, with blocks of 16 and of 256: "
                 f"{'; '.join(shares)}.",
             ],
         )

@@ -127,10 +127,10 @@ class Fig19a(Figure):
             checks,
             [self._sentence(printed, ours)],
             [
-                f"The paper does not say how many tokens it moved; with {TOKENS} its times make 12 to 13 GB/s, which a "
-                "link has.",
-                "Our machine has one speed for both ways, the mean of the paper's two: each way alone is not judged. "
-                "What is judged of swapping was calibrated by these same points, recomputing was not.",
+                f"The paper does not say how many tokens it moved. With {TOKENS} tokens its times imply 12 to 13 GB/s, "
+                "a plausible speed of a link.",
+                "Our machine has one speed for both directions, the mean of the paper's two, so a single direction "
+                "is not judged. The judged times of swapping calibrated the machine. Those of recomputing did not.",
             ],
         )
 
@@ -142,7 +142,7 @@ class Fig19a(Figure):
         return PaperClaim(
             "recomputation overhead is never higher than 20% of swapping's latency",
             self.section,
-            f"{shares(printed)}; it would be true of being slower by 20 %",
+            f"{shares(printed)}; true only if it means slower by 20 %",
             shares(ours),
             max(a / b for a, b in zip(printed["Recompute"], printed["Swap in + out"], strict=True)) <= 0.2,
         )
@@ -175,9 +175,9 @@ class Fig19b(Figure):
     )
 
     why: Mapping[str, str] = {
-        "swapping": "with small blocks only swapping becomes slow here, by its copies. On the paper's GPU so does "
-        "reading K and V, which both ways pay for, and they stay near each other. With large blocks the paper gains "
-        "by swapping and ours loses: recomputing costs less here, in steps that run anyway.",
+        "swapping": "with small blocks only swapping becomes slow here, because of its copies. On the paper's GPU "
+        "reading K and V becomes slow too, which affects both, so they stay close. With large blocks swapping wins "
+        "in the paper and loses here: recomputing costs less here, because it happens in steps that run anyway.",
     }
 
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
@@ -226,13 +226,13 @@ class Fig19b(Figure):
             [Plot(self.title, "block size (tokens)", "normalized latency (s/token)", lines, log_x=True, log_y=True)],
             checks,
             notes=[
-                f"Requests a second: {RATES[DATASET]}, so that blocks of 16 come near the paper's height; "
-                "it does not say which it took, nor for how long. So heights are not judged, only how the two compare.",
+                f"Requests per second: {RATES[DATASET]}, chosen so that blocks of 16 come near the paper's latency. "
+                "The paper does not give its rate and duration. So latencies are not judged, only their ratio.",
                 NOT_SIMULATED,
-                f"Preemptions, recomputing: {preempted}.",
-                "Where Fig. 19a says swapping and ours says recomputing: there a prefill is a step of its own, here it "
-                "joins the step of those who decode, and a swap is paid for before that step. The paper's gain of "
-                "swapping with large blocks does not come out.",
+                f"Preemptions with recomputing, by block size: {preempted}.",
+                "For some block sizes Fig. 19a favours swapping, but our trace favours recomputing. In Fig. 19a a "
+                "prefill is a separate step. Here it joins the step of the decoding requests, and a swap costs time "
+                "before that step. The paper's gain from swapping large blocks does not appear.",
             ],
         )
 

@@ -147,8 +147,9 @@ class PrefixCaching(FromFiles):
             [plot],
             checks,
             notes=[
-                "Dashed are the authors' numbers: their ceilings, and what of these a cache of 3 million tokens has.",
-                "Our endless cache stays below their ceilings. It finds whole blocks, from the beginning of a prompt "
-                "on; how they counted is not known, so ceilings are not judged.",
+                "Dashed lines are the authors' numbers: their ceilings, and the share of them that a cache of 3 "
+                "million tokens reaches.",
+                "Our endless cache stays below their ceilings. It finds only whole blocks, from the beginning of a "
+                "prompt on. How the authors counted is not known, so the ceilings are not judged.",
             ],
         )

@@ -53,7 +53,7 @@ def left_out(results: Mapping[Job, Any]) -> str:
     """Return a note on the number of requests that were left out."""
     one = next(iter(results.values()))
     return (
-        f"{one['too_long']:,} of {one['of_file']:,} requests are left out: with prompt and output they have "
+        f"{one['too_long']:,} of {one['of_file']:,} requests are left out: prompt and output together have "
         f"{MAX_MODEL_LEN:,} tokens or more, which the model cannot hold."
     )
 
@@ -146,8 +146,8 @@ class Azure(FromFiles):
             tail = of_kind[kind][self.AT]["first_token"]["p99"]
             checks.append(Check(f"{name}: 99 % of TTFT at {self.AT:g}/s", None, tail, None, unit=" s"))
         slowed = (
-            "The trace's clock is slowed to each rate: its bursts keep their requests, and last longer. Knees are at "
-            f"{published.KNEE} s/token of normalized latency, as in Fig. 12. Any order: who comes when is drawn."
+            "The trace's times are stretched to each rate: its bursts keep their requests, and last longer. Knees are "
+            f"at {published.KNEE} s/token of normalized latency, as in Fig. 12. Any order: the requests are shuffled."
         )
         return FigureResult(plots, checks, notes=[left_out(results), slowed])
 
@@ -223,7 +223,7 @@ class ShareGPTPairs(FromFiles):
             in_paper, in_ours = (a / b if a and b else None for a, b in pairs)
             checks.append(Check(f"vLLM ÷ {system}", in_paper, in_ours, None, unit="×"))
         plot = Plot(self.title, "requests/s", "normalized latency (s/token)", lines, y_max=1.0)
-        other = "The paper's lines and numbers are of Fig. 12a, with its own mix of lengths: nothing is judged."
+        other = "The paper's lines and numbers are those of Fig. 12a, which has other lengths, so nothing is judged."
         return FigureResult([plot], checks, notes=[left_out(results), other])
 
 

@@ -236,9 +236,10 @@ class Routing(Figure):
             for what, result in numbers
         ]
         note = (
-            "Of a conversation each prompt has all that was said and answered before it. It has ShareGPT's lengths, "
-            "goes on 20 s after an answer on average, and ends one time in ten, or where the model's context does "
-            "(pauses and ends are assumed). No two have anything in common. The routers are those of `minipaged serve "
-            "--replicas`, and are told of the caches once a second."
+            "Each prompt contains all earlier messages and answers of its conversation. Conversations have "
+            "ShareGPT's lengths, and continue 20 s after an answer on average. They end with a probability of one "
+            "tenth after each round, or when the model's context is full (pauses and ends are assumed). Different "
+            "conversations share nothing. The routers are those of `minipaged serve --replicas`. They receive the "
+            "changes of the caches once per second."
         )
         return FigureResult(plots, checks, notes=[note])

@@ -149,8 +149,8 @@ class Fig4(Stepped):
     def notes(self, told: RetoldRun) -> list[str]:
         rows = ", ".join(f"“{words}”" for words in told.sent[self.moment - 1]["seen"][0]["queries"])
         return [
-            f"What step {self.moment} runs: {rows}. A step is data (`steps.py`), of which only what has changed is "
-            "sent: here the workers follow it in this process, and `parallel/` sends it to others."
+            f"Step {self.moment} runs: {rows}. A step is data (`steps.py`), and contains only changes. Here the "
+            "workers follow it in this process; `parallel/` sends it to other processes."
         ]
 
 
@@ -200,8 +200,8 @@ class Fig5(Stepped):
 
     def notes(self, told: RetoldRun) -> list[str]:
         return [
-            "That attention over blocks comes to what attention over one piece does is tested for every kernel "
-            "(`tests/agreement/`); tutorial 3 does it by hand."
+            "Attention over blocks gives the same result as attention over contiguous memory: tests check it for every "
+            "kernel (`tests/agreement/`), and tutorial 3 does it by hand."
         ]
 
 
@@ -408,8 +408,8 @@ class Fig9(Stepped):
         dead = self._dead(told.computed_in(DIES), told.after_step(DIES))
         given = [str(list(event.blocks)) for event in told.of(BlocksFreed) if event.sequence in dead]
         return [
-            f"Those that die give back {' and '.join(given)}, of which others have some. The new blocks are those that "
-            "came free, as they were freed last; the paper's picture takes new ones."
+            f"The beams that die give back {' and '.join(given)}; other beams still hold some of these. The new blocks "
+            "are those that became free, because the latest freed are reused first. The paper's picture has others."
         ]
 
 
@@ -474,9 +474,9 @@ class Fig10(Stepped):
 
     def notes(self, told: RetoldRun) -> list[str]:
         return [
-            "The paper's prefix is named beforehand by whoever offers the service, and its last block may be part "
-            "full, marked copy-on-write. Here prefixes are found by their content, as in vLLM today, in full blocks "
-            "only (the prefix above has exactly five)."
+            "In the paper, the provider of the service defines the prefix beforehand, and its last block may be "
+            "partly full and marked copy-on-write. Here prefixes are found by their content, as in vLLM today, and "
+            "only in full blocks. The prefix above has exactly five."
         ]
 
 

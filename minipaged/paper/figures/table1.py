@@ -107,8 +107,8 @@ class Table1(Figure):
             [plot],
             checks,
             notes=[
-                f"The KV memory is the paper's and taken as GiB ({memory}): only so do its slots come out. It is an "
-                "input, so there is nothing to judge."
+                f"The size of the KV memory is the paper's, read as GiB ({memory}): only this gives the paper's slots. "
+                "It is an input, so there is nothing to judge."
             ],
         )
 

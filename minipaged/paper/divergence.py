@@ -29,8 +29,8 @@ Run = list[list[int]]
 WIDTHS = (2, 4, 6)
 STEPS = 48
 GAP = 5.0
-"""The mean score that each less likely token costs a beam; the likeliest costs 1. With a larger gap beams stay separate
-for longer. It is fitted: of 1, 2, 3, ... the value whose sharing matches the measured one."""
+"""The mean amount by which each less likely token lowers a beam's score. The likeliest lowers it by 1. With a larger
+gap beams stay separate for longer. The value is fitted: of 1, 2, 3, ... the one with the measured amount of sharing."""
 PROMPTS = (
     "Give three tips for staying healthy.",
     "Name the planets of the solar system in order.",

@@ -75,7 +75,7 @@ class ServingSetup:
     """vLLM's policy: a key of `engine.policies.POLICIES`, or PREFILL_FIRST. Empty: its policy at the time of the paper.
     """
     urgent: float = 0.0
-    """The share of requests, drawn at random, that are urgent. The policy "priority" serves them before the others."""
+    """The share of requests that are urgent, drawn at random. Policy "priority" puts them one step above the others."""
     one_piece: bool = False
     """Whether a block is one piece of memory. If not, it has a piece for K and one for V in each layer."""
     link: float = 1.0

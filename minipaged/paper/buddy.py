@@ -1,8 +1,8 @@
-"""The buddy system (Knuth, volume 1, section 2.5): the memory of the paper's baselines (section 6.1).
+"""The buddy allocator (Knuth, volume 1, section 2.5) that the paper's baselines use (section 6.1).
 
-Memory is handed out in *chunks* of 1, 2, 4, ... neighbouring blocks, each beginning at a multiple of its size. A chunk
-is cut into two *buddies* when a smaller one is wanted, and two free buddies are one chunk again. So what is asked for
-is rounded up to a power of two (internal fragmentation), and free blocks may not lie together (external).
+It hands out *chunks* of 1, 2, 4, ... adjacent blocks. A chunk starts at a multiple of its size. If only a larger chunk
+is free, the allocator splits it into two *buddies*. Two free buddies merge into one chunk again. Requests are rounded
+up to a power of two (internal fragmentation), and free blocks may not be adjacent (external fragmentation).
 """
 
 from __future__ import annotations
@@ -11,26 +11,27 @@ from minipaged.contracts import BlockAllocator
 from minipaged.errors import BlockNotAllocated, OutOfBlocks
 
 LARGEST_TOKENS = 2048
-"""The longest sequence of OPT: no chunk is larger."""
+"""The longest sequence of OPT, in tokens. No chunk is larger."""
 
 
 def power_of_two(number: int) -> int:
-    """The smallest that is not below it."""
+    """Return the smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
 class BuddyAllocator(BlockAllocator):
-    """A pool of blocks, handed out in chunks. All blocks of a chunk have one reference count."""
+    """A pool of blocks that is handed out in chunks. All blocks of a chunk share one reference count."""
 
     def __init__(self, num_blocks: int, largest: int | None = None) -> None:
-        """`largest`: blocks of the largest chunk, a power of two; None: the largest that the pool holds. The pool is
-        carved into chunks of it, and the rest into smaller ones."""
+        """Divide the pool into chunks of `largest` blocks, and the rest into smaller chunks.
+
+        `largest` is a power of two. By default it is the largest one that fits in the pool."""
         if num_blocks < 1:
             raise ValueError(f"num_blocks is {num_blocks}; a pool needs at least 1")
         self._num_blocks = self._num_free = num_blocks
         self._largest = largest or 1 << (num_blocks.bit_length() - 1)
         self._free: dict[int, set[int]] = {1 << i: set() for i in range(self._largest.bit_length())}  # size -> firsts
-        self._first = [-1] * num_blocks  # of the chunk that a block is in; -1 while it is free
+        self._first = [-1] * num_blocks  # the first block of each block's chunk; -1 while the block is free
         self._held: dict[int, tuple[int, int]] = {}  # first block -> (size, reference count)
         start, size = 0, self._largest
         while start < num_blocks:
@@ -45,11 +46,11 @@ class BuddyAllocator(BlockAllocator):
 
     @property
     def num_free(self) -> int:
-        """Free blocks, whether they lie together or not."""
+        """The number of free blocks, adjacent or not."""
         return self._num_free
 
     def can_take(self, sizes: list[int]) -> bool:
-        """Whether chunks of all these sizes are there, together."""
+        """Return whether chunks of all these sizes can be allocated at the same time."""
         there = {size: len(firsts) for size, firsts in self._free.items()}
         for size in sorted(sizes, reverse=True):
             cut = size
@@ -64,7 +65,7 @@ class BuddyAllocator(BlockAllocator):
         return True
 
     def take(self, size: int) -> list[int]:
-        """A chunk of `size` blocks, a power of two, with reference count 1. Raises OutOfBlocks."""
+        """Allocate a chunk of `size` blocks with reference count 1. `size` is a power of two. Raises OutOfBlocks."""
         cut = size
         while not self._free.get(cut):
             cut *= 2
@@ -81,7 +82,8 @@ class BuddyAllocator(BlockAllocator):
         return list(range(first, first + size))
 
     def give_back(self, block: int) -> None:
-        """One reference less on the chunk that `block` is in; at 0 it joins its buddy, if that is free."""
+        """Drop one reference to the chunk that contains `block`. A chunk without references is freed, and merges with
+        its buddy if that is free."""
         first = self._chunk(block)
         size, count = self._held[first]
         if count > 1:
@@ -100,7 +102,7 @@ class BuddyAllocator(BlockAllocator):
             raise BlockNotAllocated(f"block {block} is not held")
         return self._first[block]
 
-    # --- As every allocator: chunks of one block ---------------------------------------------------
+    # --- The interface of every allocator: chunks of one block -------------------------------------
 
     def allocate(self) -> int:
         return self.take(1)[0]

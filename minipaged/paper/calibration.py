@@ -1,16 +1,16 @@
-"""What a step costs, found from what the paper measured while nothing waited (Fig. 12's curves where they are flat).
+"""The cost of a step, fitted to the flat parts of the paper's curves, where no request waits.
 
-The law of a step (`simulated.Machine`):
+The cost model of a step (`simulated.Machine`; the figures' texts call it the *law*):
 
     seconds = t0 + r * rows + max(weights / bandwidth, operations / peak) + K/V bytes / bandwidth2
 
-Three of its five speeds are found so: `t0`, `r` and `bandwidth2`. The speed at which weights are read and the peak no
-point of Fig. 12 tells apart from `t0`: for these there are measured kernels (`calibrate_by_kernels`), of an A100 too.
+Three of its five speeds are fitted to the paper's curves: `t0`, `r` and `bandwidth2`. No point of the curves separates
+`bandwidth` and `peak` from `t0`. These two are fitted to measured kernels of an A100 (`calibrate_by_kernels`).
 
-Where no request waits, a curve's height follows from the step alone. By Little's law, `rate * latency` requests run, so
-a step has that many rows; the rate says how many prompts come in meanwhile; and the latency is the outputs' length in
-steps. `normalized_latency` solves this; `calibrate` looks for the machine with the smallest absolute errors at the
-points that `flat_points` lets through. Those on either side of a knee are never among them.
+If no request waits, the height of a curve depends on the step alone. By Little's law, `rate * latency` requests run at
+once, so a step has that many rows. The rate gives the number of prompts per step. The latency is the output length
+times the duration of a step. `normalized_latency` solves these equations. `calibrate` searches for the machine with the
+smallest sum of absolute errors at the points that `flat_points` selects. The two points around a knee are never used.
 """
 
 from __future__ import annotations
@@ -29,36 +29,38 @@ from minipaged.paper.workloads import PREFIX, draw_lengths
 from minipaged.simulation.simulated import Machine
 
 FLAT_RATE = 0.75
-"""Of the rate at which a curve leaves its panel: below it, it is flat,"""
+"""A point is flat only at or below this share of the rate at which its curve leaves the panel."""
 FLAT_HEIGHT = 1.05
-"""and no higher than so many times the lowest of all curves at or above its rate: what is higher has begun to queue."""
+"""A point is flat only at or below this multiple of the lowest latency of any curve at its rate or above. Higher points
+include queueing."""
 NUM_LENGTHS = 4_000
-"""Requests by which means over lengths are taken."""
+"""The number of requests drawn to compute means over lengths."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlatPoint:
-    """A point of Fig. 12 at which nothing waits."""
+    """A point of Fig. 12, 14 or 16 at which no request waits."""
 
     panel: str
     dataset: str
     system: str
     rate: float
-    """Requests a second."""
+    """Requests per second."""
     seconds_per_token: float
     prefix: int = 0
-    """Tokens before each prompt, and `cached`, those of them whose keys and values are there."""
+    """Tokens of the shared prefix before each prompt."""
     cached: int = 0
+    """Tokens of the prefix whose keys and values are cached."""
 
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What of a dataset's lengths the mean latency depends on."""
+    """Request lengths drawn from a dataset, for means over them."""
 
     prompts: np.ndarray
-    """[requests] tokens."""
+    """Prompt tokens, [requests]."""
     outputs: np.ndarray
-    """[requests] tokens."""
+    """Output tokens, [requests]."""
 
     @classmethod
     def of(cls, dataset: str) -> Means:
@@ -67,22 +69,23 @@ class Means:
 
 
 def prompt_seconds(machine: Machine, num_tokens: np.ndarray) -> np.ndarray:
-    """By how much so many query tokens make a step longer than reading the weights takes. [lengths]"""
+    """Return the seconds by which computing `num_tokens` query tokens exceeds reading the weights, or 0. [lengths]"""
     read = machine.weight_bytes / machine.weight_bytes_per_second
     return np.maximum(0, num_tokens * machine.flops_per_token / machine.flops_per_second - read)
 
 
 def normalized_latency(machine: Machine, rate: float, lengths: Means, prefix: int = 0, cached: int = 0) -> float:
-    """Mean of latency / output tokens at `rate` requests a second, seconds a token, if nothing waits but for a step to
-    end; infinite where the machine cannot keep up. Each prompt has `prefix` tokens more, of which `cached` need not be
-    computed."""
+    """Return the mean of latency / output tokens at `rate` requests per second, in seconds per token.
+
+    It assumes that a request waits only for the current step to end. The result is infinite if the machine cannot keep
+    up. Each prompt has `prefix` additional tokens, and `cached` of them need no computation."""
     prompts, outputs = lengths.prompts + prefix, lengths.outputs  # [requests]
     step = machine.seconds_per_step + machine.weight_bytes / machine.weight_bytes_per_second
-    context = float(np.mean(outputs * (prompts + outputs / 2)))  # tokens held, summed over a request's steps
+    context = float(np.mean(outputs * (prompts + outputs / 2)))  # context tokens, summed over a request's steps
     fixed = step
     for _ in range(200):
         rows = rate * step * float(outputs.mean())
-        excess = prompt_seconds(machine, prompts - cached + rows)  # [requests], of the step that a prompt joins
+        excess = prompt_seconds(machine, prompts - cached + rows)  # [requests], for the step with the prompt
         longer = rate * step * float(excess.mean())
         reading = rate * step * context * machine.kv_bytes_per_token / machine.kv_bytes_per_second
         new = fixed + machine.seconds_per_row * rows + reading + longer
@@ -91,7 +94,7 @@ def normalized_latency(machine: Machine, rate: float, lengths: Means, prefix: in
         if abs(new - step) < 1e-7:
             break
         step = new
-    # Before its first step it waits for half of one, on average, and that step has its prompt to compute.
+    # A request waits half a step on average before its first step, which also computes its prompt.
     own = step / 2 + prompt_seconds(machine, prompts - cached + rows)  # [requests]
     return float(step + np.mean(own / outputs))
 
@@ -100,10 +103,10 @@ def normalized_latency(machine: Machine, rate: float, lengths: Means, prefix: in
 
 
 def flat_points(panel: str) -> list[FlatPoint]:
-    """Those of a panel by which its machine is calibrated, low in rate and in height. Of Fig. 14 vLLM's alone, which
-    say what a further sequence of a request costs. None, if the panel is of none of Figs. 12, 14 and 16.
+    """Return the points of a panel that calibrate its machine: those low in rate and in height.
 
-    FasterTransformer's never are: it batches by other rules, of which little is known.
+    From Fig. 14 only vLLM's points are used, for the cost of a request's further sequences. FasterTransformer's points
+    are never used, because its batching rules are hardly known. Panels outside Figs. 12, 14 and 16 have no such points.
     """
     if panel[:2] not in ("12", "14", "16"):
         return []
@@ -124,21 +127,21 @@ def flat_points(panel: str) -> list[FlatPoint]:
 
 
 def relative_errors(machine: Machine, points: Iterable[FlatPoint]) -> list[float]:
-    """Of each point, (by the law - in the paper) / in the paper."""
+    """Return the relative error of the cost model at each point: (model - paper) / paper."""
     means = {dataset: Means.of(dataset) for dataset in {point.dataset for point in points}}
     return [error_at(machine, point, means[point.dataset]) for point in points]
 
 
 def error_at(machine: Machine, point: FlatPoint, means: Means) -> float:
-    """(By the law - in the paper) / in the paper."""
+    """Return the relative error of the cost model at one point: (model - paper) / paper."""
     by_law = normalized_latency(machine, point.rate, means, point.prefix, point.cached)
     return by_law / point.seconds_per_token - 1
 
 
 def calibrate(machine: Machine, points: Sequence[FlatPoint], memory_bytes_per_second: float) -> Machine:
-    """The machine with the least sum of absolute errors at the points; what it has of sizes and measurements stays.
+    """Fit `t0`, `r` and `bandwidth2` to the points, with the least sum of absolute errors. Other fields stay unchanged.
 
-    `memory_bytes_per_second`: of the data sheet; nothing is read faster.
+    `memory_bytes_per_second` is the memory speed of the data sheet, an upper limit for `bandwidth2`.
     """
     means = {dataset: Means.of(dataset) for dataset in {point.dataset for point in points}}
 
@@ -151,10 +154,11 @@ def calibrate(machine: Machine, points: Sequence[FlatPoint], memory_bytes_per_se
 
 
 def least(error: Callable[[Machine], float], start: Machine, names: Sequence[str]) -> Machine:
-    """The machine with the least error, found by changing these speeds and no others.
+    """Return the machine with the least error, changing only the fields in `names`.
 
-    By pattern search (Hooke and Jeeves, 1961): the speeds up, down or left alone, in every combination, as long as one
-    of them is better, then by half as much. The error has a kink at every point, so nothing finer would help.
+    This is a pattern search (Hooke and Jeeves, 1961). Each round tries every combination of raising, lowering or
+    keeping the fields, and takes the best one. If none is better, the stride is halved. The error has a kink at every
+    point, so gradient methods would not help.
     """
     best, stride, reached = start, 0.5, error(start)
     while stride > 1e-3:
@@ -172,32 +176,33 @@ def least(error: Callable[[Machine], float], start: Machine, names: Sequence[str
     return best
 
 
-# --- The other calibration: kernels ---------------------------------------------------------------
+# --- Calibration by measured kernels --------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """One step's time on an A100 of 80 GB, the sum of measured kernels of LLaMA-13B (40 layers and the head).
+    """One step's duration on an A100 with 80 GB: the sum of measured kernels of LLaMA-13B (40 layers and the head).
 
-    From the profiles of microsoft/vidur (MIT) and ai-dynamo/aiconfigurator (Apache-2.0), `data/a100_steps.csv`.
+    The kernel times are from the profiles of microsoft/vidur (MIT) and ai-dynamo/aiconfigurator (Apache-2.0). The sums
+    are in `data/a100_steps.csv`.
     """
 
     kind: str
-    """decode, prefill or mixed."""
+    """The kind of step: decode, prefill or mixed."""
     decode_rows: int
     context_each: int
     prefill_tokens: int
     seconds: float
 
     def by(self, machine: Machine) -> float:
-        """What the step takes by the law, in seconds."""
+        """Return the step's duration by the machine's cost model, in seconds."""
         prompts = self.prefill_tokens > 0
         context = self.decode_rows * self.context_each + self.prefill_tokens
         return machine.step_seconds(self.decode_rows + prompts, self.decode_rows + self.prefill_tokens, context)
 
 
 def measured_steps() -> list[MeasuredStep]:
-    """All of them."""
+    """Load all measured steps from `data/a100_steps.csv`."""
     lines = (files("minipaged.paper") / "data/a100_steps.csv").read_text().splitlines()
     return [
         MeasuredStep(
@@ -212,9 +217,9 @@ def measured_steps() -> list[MeasuredStep]:
 
 
 def calibrate_by_kernels(machine: Machine, steps: Sequence[MeasuredStep]) -> Machine:
-    """The machine with the least sum of absolute errors at measured steps.
+    """Fit the machine's speeds to measured steps, with the least sum of absolute errors.
 
-    Kernels have no host beside them: `t0` is 0.
+    Kernel times exclude the host, so `t0` is 0.
     """
 
     def error(machine: Machine) -> float:

@@ -1,6 +1,6 @@
-"""`minipaged paper`: list the figures, run some or all of them, and write a report.
+"""The commands of `minipaged paper`: list the figures, run some or all of them, and write a report.
 
-Only what draws imports matplotlib: the list does without.
+Commands that draw import matplotlib. The list works without it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ COLOUR = {"holds": "green", "fails": "red", "not judged": "dim"}
 
 
 def list_figures(folder: Path) -> None:
-    """Each with what its result, if one is kept, came to, or why that one cannot be used."""
+    """Print all figures, each with a summary of its stored result or the reason why that result cannot be used."""
     console = Console(highlight=False)
     table = Table(box=None, pad_edge=False, show_header=False)
     for figure in FIGURES.values():
         try:
             data = kept_figure(folder, figure.name)
         except Unusable as unusable:
-            table.add_row(figure.name, figure.title, f"[red]{escape(unusable.why)}; to be made again[/]")
+            table.add_row(figure.name, figure.title, f"[red]{escape(unusable.why)}; run it again[/]")
             continue
         quick = " (quick)" if data and data["made"]["quick"] else ""
         table.add_row(figure.name, figure.title, counts([data]) + quick if data else "[dim]not run[/]")
@@ -44,8 +44,9 @@ def list_figures(folder: Path) -> None:
 
 
 def figures_called(name: str) -> list[str]:
-    """`all`, a figure (12a, or Fig. 12a), or a group: 12 is 12a to 12f, and `beyond` all of those. Raises
-    InvalidRequest."""
+    """Return the names of the figures that `name` means: `all`, one figure (12a or Fig. 12a), or a group.
+
+    The group 12 is 12a to 12f; `beyond` is every figure beyond the paper. Raises InvalidRequest."""
     if name.lower() == "all":
         return list(FIGURES)
     plain = name.lower().removeprefix("figure").removeprefix("fig").strip(" .")
@@ -60,18 +61,20 @@ def figures_called(name: str) -> list[str]:
 
 
 def _group_of(figure: str) -> str:
-    """What comes before a panel's letter, or a stroke."""
+    """Return the part of the name before a slash or a panel's letter."""
     return figure.partition("/")[0] if "/" in figure else figure.rstrip("abcdef")
 
 
 def run_figures(
     names: Sequence[str], *, quick: bool, seed: int, processes: int, output: Path, traces: Path | None = None
 ) -> bool:
-    """Run these figures, or all that can be run; returns whether no check failed. By quick ones nothing is judged."""
-    from minipaged.paper.drawing import save  # before anything is run
+    """Run these figures and print their tables. Returns whether no check failed; quick runs are not judged.
+
+    A figure whose trace files are missing is left out. If a name means this figure alone, MissingTrace is raised."""
+    from minipaged.paper.drawing import save  # imported first, so that a missing matplotlib is found before the runs
     from minipaged.paper.report import figure_page
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: the processes of the jobs end with this one
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exit like Ctrl-C, so that the worker processes end too
     chosen = list(dict.fromkeys(figure for name in names for figure in figures_called(name)))
     results = Results(output)
     console, good = Console(highlight=False), True
@@ -82,7 +85,10 @@ def run_figures(
         try:
             data = _run_one(figure, results, quick=quick, seed=seed, processes=processes)
         except KeyboardInterrupt:
-            print(f"What has ended of {name} is kept in {output}; the same command goes on from there", file=sys.stderr)
+            print(
+                f"The finished jobs of {name} are kept in {output}; run the same command again to continue",
+                file=sys.stderr,
+            )
             raise
         except MissingTrace as error:
             if any(figures_called(one) == [name] for one in names):
@@ -105,7 +111,7 @@ def run_figures(
 
 
 def _run_one(figure: Figure, results: Results, *, quick: bool, seed: int, processes: int) -> dict[str, Any]:
-    """With a bar, a step for each job."""
+    """Run one figure, with a progress bar that advances by one per job."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(label(figure.name), total=len(set(figure.jobs(quick=quick, seed=seed))))
@@ -115,7 +121,7 @@ def _run_one(figure: Figure, results: Results, *, quick: bool, seed: int, proces
 
 
 def show(data: Mapping[str, Any], console: Console) -> None:
-    """The table under a figure. What all rows end in is its first column's head."""
+    """Print a figure's table, sentences and notes. If all rows end alike, the ending moves to the column's header."""
     rows = [cells(check) for check in data["checks"]]
     ends = {row[0].partition(": ")[2] for row in rows}
     common = ends.pop() if len(ends) == 1 else ""
@@ -139,7 +145,7 @@ def show(data: Mapping[str, Any], console: Console) -> None:
 
 
 def write_report(folder: Path, output: Path) -> None:
-    """One HTML file of all results in the folder that can be used."""
+    """Write one HTML file with all usable results of the folder."""
     from minipaged.paper.report import report
 
     results = {}

@@ -1,13 +1,13 @@
-"""How beams diverge: which beam each survivor stems from, step after step (paper, section 4.4, Fig. 9).
+"""The divergence of beams: the parent of each surviving beam in each step (paper, section 4.4, Fig. 9).
 
-How many blocks beams share is decided by that alone, not by which tokens they hold. It was heard from real beams of
-SmolLM2 (`python -m minipaged.paper.divergence` listens again, and writes `data/beams.json`): for 12 prompts and each
-width a *run*, the parents of the survivors, best first, in each of 47 steps. In a simulation every request follows one
-of the runs, from some step of it on and around; which, its lengths decide (`DivergingBeams`). So the sharing that Figs.
-14 and 15 depend on is measured, though on another model than the paper's.
+The parents alone decide how many blocks beams share; their tokens do not matter. The parents were measured on real
+beams of SmolLM2, for 12 prompts and each width. A *run* lists the parents of the survivors, best first, in each of 47
+steps. In a simulation every request follows one run from a random step on, and starts over at the run's end. The
+request's lengths seed the choice of both (`DivergingBeams`). The sharing in Figs. 14 and 15 is thus measured, but on
+another model than the paper's. `python -m minipaged.paper.divergence` measures again and writes `data/beams.json`.
 
-And there is a model of it, for runs that nobody has heard (`ModelledBeams`). It has one number, `GAP`, fitted to the
-measured runs: with it all three widths part as they do there.
+`ModelledBeams` is a model of divergence that needs no measured run. Its one parameter, `GAP`, is fitted to the measured
+runs and matches them at all three widths.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from minipaged.events import Event, SequenceForked, StepFinished, TokenGenerated
 from minipaged.params import BeamSearchParams
 
 Run = list[list[int]]
-"""[step][survivor] = index of its parent among the survivors of the step before."""
+"""A run: [step][survivor] = index of its parent among the survivors of the step before."""
 WIDTHS = (2, 4, 6)
 STEPS = 48
 GAP = 5.0
-"""How much more a less likely token costs a beam than its likeliest. The larger, the longer beams stay apart. Fitted:
-of 1, 2, 3, ... the one by which as much is shared as was measured."""
+"""The mean amount by which each less likely token lowers a beam's score. The likeliest lowers it by 1. With a larger
+gap beams stay separate for longer. The value is fitted: of 1, 2, 3, ... the one with the measured amount of sharing."""
 PROMPTS = (
     "Give three tips for staying healthy.",
     "Name the planets of the solar system in order.",
@@ -48,8 +48,8 @@ PROMPTS = (
 
 
 class DivergingBeams(contracts.BeamSearch):
-    """A beam search whose survivors stem from the beams that they stemmed from in a measured run. Tokens and scores
-    mean nothing: a simulation has no others."""
+    """A beam search whose survivors have the same parents as in a measured run. Tokens and scores are dummies, as
+    everywhere in a simulation."""
 
     def __init__(
         self, params: BeamSearchParams, prompt_length: int, max_length: int, eos_token_ids: Sequence[int]
@@ -59,32 +59,32 @@ class DivergingBeams(contracts.BeamSearch):
         self.begin(random.Random(f"{prompt_length} {max_length}"))
 
     def begin(self, drawn: random.Random) -> None:
-        """Choose what this search will be. `drawn`: for each request another."""
+        """Choose a run and the step to start at. `drawn` is the random generator of this request."""
         runs = measured_runs(self.width)
         self._run = drawn.randrange(len(runs))
         self._at = drawn.randrange(len(runs[self._run]))
 
     def parents(self) -> list[int]:
-        """Of the survivors of the next step, best first."""
+        """Return the parents of the next step's survivors, best first."""
         run = measured_runs(self.width)[self._run]
         self._at += 1
         return run[(self._at - 1) % len(run)]
 
     def step(self, logits: Logits, rows: Sequence[int], cumulative_logprobs: Sequence[float]) -> BeamStep:
         self._left -= 1
-        parents = self.parents() if len(rows) == self.width else [0] * self.width  # of the prompt
+        parents = self.parents() if len(rows) == self.width else [0] * self.width  # all stem from the prompt
         moves = [BeamMove(parent, 0, 0.0) for parent in parents]
         return BeamStep(moves, []) if self._left else BeamStep([], [(move, 0.0) for move in moves])
 
 
 class ModelledBeams(DivergingBeams):
-    """The same, but survivors are found as a beam search finds them, by scores that are drawn: a beam's likeliest token
-    costs its score an exponential amount, of mean 1, and each less likely token another one, of mean GAP."""
+    """A beam search over random scores instead of a measured run. A beam's likeliest token lowers its score by an
+    exponentially distributed amount with mean 1. Each less likely token lowers it further, with mean GAP."""
 
     def begin(self, drawn: random.Random) -> None:
         self._drawn = drawn
         self._scores = [0.0] * self.width
-        """Of the survivors, best first."""
+        """The survivors' scores, best first."""
 
     def parents(self) -> list[int]:
         found: list[tuple[float, int]] = []
@@ -103,13 +103,13 @@ DIVERGENCE = {"measured": DivergingBeams, "modelled": ModelledBeams}
 
 @cache
 def measured_runs(width: int) -> list[Run]:
-    """One for each prompt."""
+    """Load the measured runs of this width, one for each prompt."""
     runs: list[Run] = json.loads((files("minipaged.paper") / "data/beams.json").read_text())[str(width)]
     return runs
 
 
 class Listener:
-    """Hears from the events of one beam search which beam each survivor stems from."""
+    """An event listener that records the parents of the survivors of one beam search."""
 
     def __init__(self) -> None:
         self.run: Run = []
@@ -131,7 +131,7 @@ class Listener:
 
 
 def measure(model: str) -> dict[str, list[Run]]:
-    """The runs of all prompts and widths, on a real model."""
+    """Measure the runs of all prompts and widths on a real model."""
     from minipaged.llm import LLM
     from minipaged.setup.loaded_model import LoadedModel
 

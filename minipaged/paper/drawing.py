@@ -1,6 +1,6 @@
-"""Draws a figure's result: ours solid, the paper's dashed, points of the calibration as hollow marks (matplotlib).
+"""Draws a figure's result with matplotlib. Our lines are solid, the paper's dashed, calibration points hollow circles.
 
-Pictures of blocks have the block tables on the left, and lines from their entries to the blocks of the pool."""
+A picture of blocks has the block tables on the left, and lines from their entries to the blocks of the pool."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ COLOURS = {
     "Orca (Oracle)": "#8073ac",
     "vLLM": "#1b7837",
 }
-"""Of the systems, told apart by colour-blind readers and in grey. Other lines take matplotlib's own in turn."""
+"""The systems' colours, distinct in greyscale and for colour-blind readers. Other lines use matplotlib's colour cycle.
+"""
 MARKS = {"FasterTransformer": "v", "Orca (Max)": "s", "Orca (Pow2)": "^", "Orca (Oracle)": "D", "vLLM": "o"}
 MOST_MARKS = 30
-"""Lines of more points have none."""
+"""Lines with more points than this are drawn without marks."""
 INCHES = (6.2, 3.6)
-"""Of one plot."""
+"""Width and height of one plot, in inches."""
 LINE = 0.2
-"""Inches from one row of a picture of blocks to the next."""
+"""Height of one row in a picture of blocks, in inches."""
 
 
 def draw(data: Mapping[str, Any]) -> Canvas:
-    """All plots of a result, side by side, two in a row."""
+    """Draw all plots of a result, two in a row."""
     plots = data["plots"]
     columns = min(2, len(plots))
     rows = -(-len(plots) // columns)
@@ -52,7 +53,7 @@ def draw(data: Mapping[str, Any]) -> Canvas:
 
 
 def save(data: Mapping[str, Any], path: Path) -> None:
-    """As SVG or PNG, by the file's name; the same bytes for the same data."""
+    """Save the drawing as SVG or PNG, depending on the file's suffix. The same data gives the same bytes."""
     if path.suffix == ".svg":
         path.write_text('<?xml version="1.0" encoding="utf-8"?>\n' + svg(data) + "\n", encoding="utf-8")
     else:
@@ -60,18 +61,18 @@ def save(data: Mapping[str, Any], path: Path) -> None:
 
 
 def svg(data: Mapping[str, Any]) -> str:
-    """The element, as it may stand within a page beside those of other figures: what has a name has it from its own."""
+    """Return the drawing as an SVG element. Its ids depend on the figure's name, so a page can hold several figures."""
     file = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": data["figure"]}):  # by which it names what it uses again
+    with matplotlib.rc_context({"svg.hashsalt": data["figure"]}):  # matplotlib derives ids from the salt
         draw(data).savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Type": None, "Format": None})
     drawn = file.getvalue()
-    element = re.sub(r' id="[a-z]+[\w.]*_\d+"', "", drawn[drawn.index("<svg") :].strip())  # groups, which nothing uses
+    element = re.sub(r' id="[a-z]+[\w.]*_\d+"', "", drawn[drawn.index("<svg") :].strip())  # nothing uses these ids
     title = html.escape(in_words(data))
     return element.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)
 
 
 def in_words(data: Mapping[str, Any]) -> str:
-    """What the picture shows, for who cannot see it."""
+    """Describe the picture in words, for readers who cannot see it."""
     if any("pool" not in plot for plot in data["plots"]):
         return f"{data['title']}: ours solid, the paper's dashed"
     told = [
@@ -103,12 +104,12 @@ def _draw_plot(axes: Axes, plot: Mapping[str, Any]) -> None:
         axes.set_yscale("log")
     if plot["y_max"] is not None:
         axes.set_ylim(0 if not plot["log_y"] else None, plot["y_max"])
-    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1))  # beside, where it hides no line
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1))  # beside the axes, where it hides no line
 
 
 def _draw_lines(axes: Axes, plot: Mapping[str, Any]) -> None:
-    """A system that has two lines is named once, and what solid, dashed and a circle mean once for all. Circles of no
-    one line are black."""
+    """Draw lines and their legend. A system with two lines is named once. Solid, dashed and circles are explained once.
+    Circles that belong to no single line are black."""
     labels = list(dict.fromkeys(line["label"] for line in plot["lines"]))
     ours = {line["label"] for line in plot["lines"] if line["style"] == "ours"}
     papers = {line["label"] for line in plot["lines"] if line["style"] == "paper"}
@@ -120,7 +121,7 @@ def _draw_lines(axes: Axes, plot: Mapping[str, Any]) -> None:
             mark = MARKS.get(label, "o") if len(x) <= MOST_MARKS else ""
             axes.plot(x, y, "-", marker=mark, ms=4, color=colour, label=label)
         elif style == "paper":
-            darker = [0.6 * part for part in to_rgb(colour)]  # to be seen on top of ours
+            darker = [0.6 * part for part in to_rgb(colour)]  # stays visible on top of ours
             axes.plot(x, y, "--", color=darker, zorder=3, label=None if label in ours else f"{label}, paper")
         else:
             axes.plot(x, y, "o", ms=9, mfc="none", mec=colour if label else "black")
@@ -147,7 +148,7 @@ def _draw_bars(axes: Axes, plot: Mapping[str, Any]) -> None:
 
 
 def _rows_of(plot: Mapping[str, Any]) -> int:
-    """Of a picture of blocks: a table has a row for its name, and one for each entry."""
+    """Return the number of rows in a picture of blocks. A table takes one row for its name and one for each entry."""
     return max(len(plot["pool"]), sum(1 + len(table["entries"]) for table in plot["tables"]))
 
 
@@ -156,11 +157,11 @@ def _inches_high(plot: Mapping[str, Any]) -> float:
 
 
 def _draw_blocks(axes: Axes, plot: Mapping[str, Any]) -> None:
-    """A row is 1 high; a slot 1 wide. The pool begins at 0, and the tables are left of it."""
+    """Draw block tables and the pool. A row is 1 high. The pool starts at x = 0, and the tables are left of it."""
     pool, slots, high = plot["pool"], plot["block_size"], _rows_of(plot)
     axes.set_title(plot["title"], fontsize=10)
     axes.set_axis_off()
-    wide = max(slots, 3)  # slots of small blocks are not wider than a picture with others
+    wide = max(slots, 3)  # small blocks get wider slots, so that the picture is at least 3 wide
     axes.set_xlim(-0.8 * wide, wide + 0.9)
     axes.set_ylim(high + 0.2, -1.4)
     apart = high / len(pool)

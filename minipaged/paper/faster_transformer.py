@@ -1,8 +1,8 @@
 """The paper's other baseline: FasterTransformer behind a scheduler that batches whole requests (section 6.1).
 
-A batch is the earliest requests for which there is room, a chunk of the longest length for each of their sequences (as
-in Orca (Max)). It runs until all of them have ended, and only then the next one begins. The paper says no more of it,
-and how large its batches could be is not known: so its curves are drawn here, and no verdict is given.
+A batch holds the earliest requests that fit, with a chunk of the longest length for each sequence (as in Orca (Max)).
+The next batch starts when all requests of the batch have ended. The paper says no more about it, and its batch sizes
+are not known. Its curves are therefore drawn but not judged.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from minipaged.scheduling import RequestView
 
 
 class WholeBatches(OrcaPolicy):
-    """Nobody comes in while anybody runs."""
+    """A policy that admits requests only when none is running."""
 
     def admit(
         self, waiting: Sequence[RequestView], running: Sequence[RequestView], num_free: int, tokens_left: int
     ) -> list[str]:
-        """The earliest, as many as there is room for."""
+        """Admit the earliest requests whose chunks fit together, if none is running."""
         admitted: list[str] = []
         chunks: list[int] = []
         for request in sorted(waiting, key=self.turn) if not running else ():
@@ -32,7 +32,7 @@ class WholeBatches(OrcaPolicy):
 
 
 class FasterTransformer(Orca):
-    """Its two doors, as of Orca (Max)."""
+    """FasterTransformer's memory and policy for an engine. The memory is that of Orca (Max)."""
 
     def __init__(self) -> None:
         super().__init__("Orca (Max)")

@@ -1,8 +1,8 @@
-"""What a figure of the executable paper is: jobs to run, and what is made of their results.
+"""A figure of the executable paper: the jobs to run, and the plots and checks made from their results.
 
-A figure's file says all before anything is run: which jobs, what is drawn, which numbers of the paper are compared with
-ours, and how far they may be apart (`Check.tolerance`). A result is plain data, the same for the same seed; drawings
-(`drawing.py`), tables and pages are made from it and from nothing else.
+A figure's file fixes everything before a run: the jobs, the plots, the paper's numbers to compare with, and how far
+ours may be from them (`Check.tolerance`). A result is plain data. The same seed gives the same result. Drawings
+(`drawing.py`), tables and pages are made from the result alone.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any, Literal, Protocol
 
 Verdict = Literal["holds", "fails", "not judged"]
 Style = Literal["ours", "paper", "calibrated"]
-"""Solid lines are ours, dashed ones the paper's; marks alone are points that calibrated the machine."""
+"""The style of a line: ours solid, the paper's dashed. Points that calibrated the machine are marks without a line."""
 CheckKind = Literal["predicted", "calibrated", "exact"]
 
 
 class Job(Protocol):
-    """One run. A frozen dataclass: what it says is all that its result depends on."""
+    """One run, as a frozen dataclass. Its result depends on its fields alone."""
 
     def run(self) -> Any:
-        """A dataclass of numbers, or lists of them."""
+        """Run the job. Returns a dataclass of numbers or lists of numbers."""
         ...
 
 
@@ -38,7 +38,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """Axes with lines. A plot of bars has one line for each colour, and `groups` names the places on the x axis."""
+    """A plot with axes and lines. A bar chart has one line for each colour; `groups` are its labels on the x axis."""
 
     title: str
     x: str
@@ -53,16 +53,16 @@ class Plot:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Of a block table."""
+    """An entry of a block table."""
 
     block: int
     filled: int
-    """Its slots with tokens."""
+    """The number of slots with tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A block table, in logical order."""
+    """A block table, its entries in logical order."""
 
     label: str
     entries: Sequence[Entry]
@@ -74,18 +74,18 @@ class Box:
 
     number: int
     words: Sequence[str]
-    """The tokens in it."""
+    """The tokens in the block."""
     holders: int
-    """Its reference count."""
+    """The block's reference count."""
     marked: bool = False
-    """Whether it is to be seen first."""
+    """Whether the block is highlighted."""
     said: str = ""
-    """A word on it."""
+    """A label beside the block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A picture of block tables, and of the pool that they lead into, at one moment of a run."""
+    """A picture of the block tables and the pool of blocks at one moment of a run."""
 
     title: str
     block_size: int
@@ -95,24 +95,25 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One number of the paper, and ours."""
+    """A comparison of one number of the paper with ours."""
 
     what: str
     paper: float | None
-    """None where the paper prints none."""
+    """The paper's number, or None if the paper prints none."""
     ours: float | None
-    """None where ours never comes to it."""
+    """Our number, or None if our run has none (a curve that never reaches its knee)."""
     tolerance: float | None
-    """How far ours may be from it: a part of the paper's where `relative`, else in its unit. None: no verdict."""
+    """The largest allowed difference: a fraction of the paper's number if `relative`, otherwise in `unit`. None: the
+    check is not judged."""
     relative: bool = True
     unit: str = ""
     kind: CheckKind = "predicted"
-    """*calibrated*: by the paper's number the machine was calibrated; *exact*: it follows from what goes in, as in the
-    paper's own examples. Neither is a prediction."""
+    """*calibrated*: the machine was fitted to the paper's number. *exact*: the number follows from the input, as in the
+    paper's small examples. Neither is a prediction."""
 
     @property
     def difference(self) -> float | None:
-        """Ours less the paper's; a part of the paper's where `relative`."""
+        """Our number minus the paper's, as a fraction of the paper's if `relative`."""
         if self.paper is None or self.ours is None:
             return None
         return (self.ours - self.paper) / (self.paper if self.relative else 1)
@@ -126,57 +127,59 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class PaperClaim:
-    """A sentence of the paper about its figure, and whether its own figure, and ours, bear it out."""
+    """A sentence of the paper about its figure, with the numbers that the paper's figure and ours give for it."""
 
     says: str
     section: str
     in_paper: str
-    """What the paper's own numbers come to."""
+    """The result according to the paper's own figure."""
     ours: str
+    """The result according to our figure."""
     holds_in_paper: bool
+    """Whether the paper's own figure supports the sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class FigureResult:
-    """What a figure has come to."""
+    """The result of a figure."""
 
     plots: Sequence[Plot | Blocks]
     checks: Sequence[Check]
     sentences: Sequence[PaperClaim] = ()
     notes: Sequence[str] = ()
-    """What else is to be known, each a sentence or two."""
+    """Remarks, each of one or two sentences."""
     recording: Mapping[str, Any] | None = None
-    """The run to step through, as the stepper takes it (`stepper/page.py`)."""
+    """The run to step through, in the stepper's format (`stepper/page.py`)."""
 
 
 class Figure(ABC):
-    """One figure or table. Its class's docstring says what is shown; `look` and `change_it` are for its page."""
+    """One figure or table. The docstring of its class says what it shows."""
 
     name: str = ""
-    """As on the command line: 12a, or beyond/prefix-caching."""
+    """The name on the command line: 12a, or beyond/prefix-caching."""
     title: str = ""
     section: str = ""
-    """Of the paper."""
+    """The section of the paper, or "beyond"."""
     look: str = ""
-    """What to look at."""
+    """What to look at, for the figure's page."""
     change_it: Sequence[str] = ()
-    """Three experiments to try."""
+    """Three experiments to try, for the figure's page."""
     why: Mapping[str, str] = {}
-    """Why checks fail: a part of their `what` -> what is known of the reason, or that it is not known."""
+    """Reasons why checks fail: a part of their `what` -> the reason, or that it is not known."""
     alone: bool = False
-    """Whether its jobs measure, and so run one after another."""
+    """Whether its jobs measure time and must therefore run one after another."""
     needs_traces: bool = False
-    """Whether it is made from files that are not here; see `given`."""
+    """Whether it needs trace files that the package does not contain; see `given`."""
 
     def given(self, traces: Path) -> Figure:
-        """The same with the traces in this folder."""
+        """Return this figure with the traces of this folder."""
         del traces
         return self
 
     @abstractmethod
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
-        """What has to be run, each once. `quick`: shorter traces, by which knees come out too high."""
+        """Return the jobs to run, each once. `quick` shortens the traces; knees then come out too high."""
 
     @abstractmethod
     def outcome(self, results: Mapping[Job, Any]) -> FigureResult:
-        """What they have come to."""
+        """Make the figure's result from the results of its jobs."""

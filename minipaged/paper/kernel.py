@@ -1,8 +1,8 @@
-"""What a block table costs attention: decoding over blocks beside the same over contiguous memory, measured here.
+"""Measures the cost of block tables: decode attention over blocks against decode attention over contiguous memory.
 
-Of each tier the paged kernel is the one that serves. Its peer knows neither blocks nor tables, and has keys and values
-as one array: plain NumPy beside the reference tier, torch's `scaled_dot_product_attention` beside the fast one. Two
-programs differ in more than the table, here as in the paper.
+The paged kernel of each tier is the one that serves requests. The contiguous one has keys and values in one array,
+without blocks: plain NumPy for the reference tier, torch's `scaled_dot_product_attention` for the fast tier. The two
+programs also differ in other ways than the block table, as they do in the paper.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from minipaged.reference.kv_cache import KVCache
 from minipaged.tiers import missing_for_fast
 
 HEADS, HEAD_DIM = 10, 128
-"""A quarter of OPT-13B's 40 heads: what one GPU of four would have."""
+"""Attention heads and their size. 10 is a quarter of OPT-13B's 40 heads: the share of one GPU out of four."""
 BLOCK_SIZE = 16
 
 
 def tiers_here() -> list[str]:
-    """reference; and fast on the CPU and on a GPU, where torch is and where a GPU is."""
+    """Return the tiers that can run here: reference, and with torch fast on the CPU and on a GPU if there is one."""
     if missing_for_fast():
         return ["reference"]
     import torch
@@ -34,16 +34,16 @@ def tiers_here() -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class DecodeAttention:
-    """One query of each of `batch` sequences, over `context` tokens of each."""
+    """A job that measures decode attention: one query for each of `batch` sequences, over `context` tokens each."""
 
     tier: str
-    """One of `tiers_here`."""
+    """The tier to measure, one of `tiers_here()`."""
     batch: int
     context: int
     repetitions: int
 
     def run(self) -> Measured:
-        """Measure both in turns. Raises ArithmeticError where they do not say the same."""
+        """Measure both kernels in turns. Raises ArithmeticError if their results differ."""
         make = reference_pair if self.tier == "reference" else fast_pair
         paged, contiguous = make(self.batch, self.context, "cuda" if "GPU" in self.tier else "cpu")
         if not np.allclose(np.asarray(paged()), np.asarray(contiguous()), rtol=2e-2, atol=2e-2):
@@ -59,19 +59,19 @@ class DecodeAttention:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds, the least of all repetitions: what other processes take is in none of the fastest."""
+    """Seconds of the fastest repetition, which other processes disturbed least."""
 
     paged: float
     contiguous: float
 
 
 Pair = tuple[Callable[[], Any], Callable[[], Any]]
-"""Attention over blocks, and the same over contiguous keys and values: each returns [batch, HEADS, HEAD_DIM]."""
+"""Two functions: attention over blocks, and over contiguous keys and values. Each returns [batch, HEADS, HEAD_DIM]."""
 
 
 def _inputs(batch: int, context: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """query [batch, HEADS, HEAD_DIM]; keys and values [2, batch, context, HEADS, HEAD_DIM], all float32; and a block
-    table [batch, context / BLOCK_SIZE] of blocks in random order."""
+    """Return random float32 queries [batch, HEADS, HEAD_DIM], float32 keys and values [2, batch, context, HEADS,
+    HEAD_DIM], and block tables [batch, context / BLOCK_SIZE] with blocks in random order."""
     rng = np.random.default_rng(0)
     query = rng.standard_normal((batch, HEADS, HEAD_DIM), np.float32)
     kv = rng.standard_normal((2, batch, context, HEADS, HEAD_DIM), np.float32)
@@ -80,13 +80,13 @@ def _inputs(batch: int, context: int) -> tuple[np.ndarray, np.ndarray, np.ndarra
 
 
 def _slots(tables: np.ndarray) -> np.ndarray:
-    """Where each token of each sequence is: [batch x context]."""
+    """Return the slot of each token of each sequence, [batch x context]."""
     slots: np.ndarray = (tables[..., None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).ravel()
     return slots
 
 
 def reference_pair(batch: int, context: int, device: str) -> Pair:
-    """In NumPy."""
+    """Return paged and contiguous attention of the reference tier, in NumPy."""
     query, kv, tables = _inputs(batch, context)
     cache = KVCache(1, tables.size, BLOCK_SIZE, HEADS, HEAD_DIM)
     cache.write(0, _slots(tables), *kv.reshape(2, -1, HEADS, HEAD_DIM))
@@ -103,7 +103,8 @@ def reference_pair(batch: int, context: int, device: str) -> Pair:
 
 
 def fast_pair(batch: int, context: int, device: str) -> Pair:
-    """In torch: float32 on a CPU, float16 on a GPU, which is waited for."""
+    """Return paged and contiguous attention of the fast tier, in torch: float32 on a CPU, float16 on a GPU. Each call
+    waits until the GPU has finished."""
     import torch
 
     from minipaged.fast.attention import attend

@@ -1,7 +1,8 @@
-"""The machines of the paper's evaluation (section 6.1, Table 1), as laws of what a step costs.
+"""The machines of the paper's evaluation (section 6.1, Table 1), as cost models of a step.
 
-Sizes are the paper's. Of the speeds, three are calibrated by the paper's flat points and two by measured kernels
-(`calibration.py`; `python -m minipaged.paper.machines` finds them anew, and a test compares). What is assumed says so.
+Sizes are the paper's. Three of the speeds are fitted to the paper's flat points, and two to measured kernels
+(`calibration.py`). `python -m minipaged.paper.machines` fits them again, and a test compares the results. Assumed
+numbers are marked as assumed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Kind = Literal["paper", "data sheet", "measured", "calibrated", "assumed"]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One column of Table 1, and where its model was served."""
+    """One column of Table 1: a model and the server that it ran on."""
 
     model: str
     num_gpus: int
@@ -34,17 +35,17 @@ class Setting:
     weight_bytes: float
     kv_memory_bytes: int
     memory_bytes_per_second: float
-    """Of all GPUs, by the data sheet."""
+    """Memory bandwidth of all GPUs together, from the data sheet."""
     flops_per_second: float
-    """The same, 16-bit tensor cores."""
+    """Arithmetic of all GPUs' 16-bit tensor cores together, from the data sheet."""
     panels: tuple[str, ...]
-    """Of Fig. 12 (of LLaMA, Fig. 16), whose flat points calibrate it."""
+    """The panels of Fig. 12 (for LLaMA of Fig. 16) whose flat points calibrate the machine."""
     seconds: float
-    """How long its traces are."""
+    """The duration of its traces."""
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """K and V in 16 bits: for OPT-13B the paper's 800 KB (section 3)."""
+        """Bytes of one token's K and V in 16 bits. For OPT-13B these are the paper's 800 KB (section 3)."""
         return 2 * self.layers * self.hidden_size * 2
 
 
@@ -62,19 +63,21 @@ SETTINGS = {
 }
 
 KERNELS = {"weights": 0.698, "arithmetic": 0.635}
-"""Measured: the shares of the data sheet that kernels of LLaMA-13B reach on an A100 of 80 GB."""
+"""Shares of the data sheet's memory speed and arithmetic that measured kernels of LLaMA-13B reach on an A100 of 80 GB.
+"""
 LINK_BYTES_PER_SECOND, SECONDS_PER_COPY = 12.6e9, 2.64e-6
-"""From Fig. 19a, both ways' mean, if what it moves has 256 tokens (which its figures imply and it does not say)."""
+"""Speed of the link to the host, and time to start a copy. Fitted to Fig. 19a, as the mean of both directions, on the
+assumption that it moves 256 tokens. The paper does not state this number, but its times imply it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calibrated:
-    """What the flat points of Fig. 12 (of LLaMA-13B, of Fig. 16) say of one machine."""
+    """The speeds of one machine that were fitted to the flat points of Fig. 12 (for LLaMA-13B of Fig. 16)."""
 
     seconds_per_step: float
     seconds_per_row: float
     kv: float
-    """Share of the data sheet's memory speed at which K and V are read."""
+    """Speed of reading K and V, as a share of the data sheet's memory speed."""
 
 
 CALIBRATED = {
@@ -85,14 +88,14 @@ CALIBRATED = {
 }
 
 FURTHER_SAMPLE, FURTHER_BEAM = 0.2, 0.7
-"""What the second and each further sample, or beam, of a request costs beside its tokens, as a part of what the first
-one costs (`Machine.seconds_per_row`, mostly the host's work). Calibrated by the flat points of Fig. 14, to a tenth: a
-test finds that a tenth more or less misses them by more."""
+"""The cost per row of the second and each further sample or beam of a request, relative to the first
+(`Machine.seconds_per_row`, mostly work of the host). Fitted to the flat points of Fig. 14 in steps of 0.1. A test shows
+that 0.1 more or less fits worse."""
 
 
 @cache
 def machine(model: str) -> Machine:
-    """The machine that serves this model."""
+    """Return the machine that serves this model."""
     setting, found = SETTINGS[model], CALIBRATED[model]
     gpus = "an A100 of 40 GB" if setting.num_gpus == 1 else f"{setting.num_gpus} A100"
     return Machine(
@@ -114,12 +117,12 @@ def machine(model: str) -> Machine:
 
 
 def points_of(model: str) -> list[FlatPoint]:
-    """The points by which it is calibrated."""
+    """Return the flat points that calibrate this model's machine."""
     return [point for panel in SETTINGS[model].panels for point in flat_points(panel)]
 
 
 def calibrated_anew(model: str) -> Calibrated:
-    """From the flat points alone: the search begins at round figures, not at what it found before."""
+    """Calibrate this model's machine again. The search starts at round numbers, not at the values in CALIBRATED."""
     setting = SETTINGS[model]
     speed = setting.memory_bytes_per_second
     start = replace(
@@ -133,7 +136,7 @@ def calibrated_anew(model: str) -> Calibrated:
 
 
 def kernels_anew() -> Machine:
-    """What measured kernels of LLaMA-13B reach on an A100 of 80 GB."""
+    """Fit the speeds to measured kernels again: LLaMA-13B on an A100 of 80 GB."""
     start = replace(
         machine("LLaMA-13B"),
         name="kernels of LLaMA-13B on an A100 of 80 GB",
@@ -147,7 +150,7 @@ def kernels_anew() -> Machine:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One number of a machine, and where it comes from."""
+    """One number of a machine, and its source."""
 
     what: str
     value: str
@@ -155,10 +158,10 @@ class Fact:
 
 
 def facts(model: str) -> list[Fact]:
-    """All numbers that go into a simulated step of this machine."""
+    """Return all numbers that a simulated step of this model's machine depends on."""
     setting, found = SETTINGS[model], CALIBRATED[model]
     speed = setting.memory_bytes_per_second / 1e12
-    sizes: Kind = "assumed" if model == "LLaMA-13B" else "paper"  # of which the paper has no table: as of OPT-13B
+    sizes: Kind = "assumed" if model == "LLaMA-13B" else "paper"  # the paper has none for LLaMA: OPT-13B's
     further = [
         Fact("a request's further samples, of a row each", f"{FURTHER_SAMPLE:g}", "calibrated"),
         Fact("a request's further beams, of a row each", f"{FURTHER_BEAM:g}", "calibrated"),
@@ -174,7 +177,7 @@ def facts(model: str) -> list[Fact]:
         Fact("of the memory speed, reached by attention", f"{found.kv:.1%}", "calibrated"),
         Fact("a step beside", f"{1e3 * found.seconds_per_step:.2f} ms", "calibrated"),
         Fact("a row beside", f"{1e3 * found.seconds_per_row:.3f} ms", "calibrated"),
-        *(further if model == "OPT-13B" else []),  # Fig. 14 is of no other
+        *(further if model == "OPT-13B" else []),  # Fig. 14 has no other model
         Fact("link to the host", f"{setting.num_gpus * LINK_BYTES_PER_SECOND / 1e9:.1f} GB/s", "calibrated"),
         Fact("a copy over it", f"{1e6 * SECONDS_PER_COPY:.2f} us", "calibrated"),
         Fact("copies of a block", f"{2 * setting.layers}, a pool of keys and one of values a layer", "assumed"),

@@ -1,14 +1,14 @@
 """The paper's baselines: Orca with contiguous memory (section 6.1), as a memory and a policy of the real engine.
 
-Orca batches as this engine does, step by step. But each sequence has one contiguous piece, reserved when its request
-comes in, for as many tokens as are expected of it:
+Orca batches step by step, like this engine. Each sequence has one contiguous piece of memory, reserved when its request
+is admitted. The piece has room for the prompt and the expected output:
 
-- Orca (Max) expects the longest output that the model can make;
-- Orca (Pow2) the true one, rounded up to a power of two: at most twice too much;
-- Orca (Oracle) the true one, which nobody knows.
+- Orca (Max) expects the longest output that the model can generate.
+- Orca (Pow2) expects the true output length rounded up to a power of two, at most twice too much.
+- Orca (Oracle) expects the true output length, which a real system does not know.
 
-The pieces are chunks of a buddy allocator, so they are rounded up to a power of two once more. A request of n sequences
-takes n chunks at once, a fork copies, nothing is shared, and nobody is ever preempted.
+The pieces are chunks of a buddy allocator, which rounds them up to a power of two again. A request with n sequences
+takes n chunks at once. A fork copies, nothing is shared, and no request is ever preempted.
 """
 
 from __future__ import annotations
@@ -33,29 +33,30 @@ ESTIMATES: dict[str, Estimate] = {
 
 
 class OrcaPolicy(FirstComeFirstServed):
-    """In order of arrival, as long as their chunks are there: so many free blocks are not enough."""
+    """A first-come-first-served policy that admits a request only if its chunks are free. Enough free blocks do not
+    suffice."""
 
     def __init__(self, *settings: Any, memory: OrcaMemory) -> None:
         super().__init__(*settings)
         self.memory = memory
 
     def fits(self, request: RequestView) -> bool:
-        return True  # what could be served alone, by the memory
+        return True  # the memory refuses requests that would not fit even alone
 
     def admit(
         self, waiting: Sequence[RequestView], running: Sequence[RequestView], num_free: int, tokens_left: int
     ) -> list[str]:
-        """The next one; it is asked again for the one after it."""
+        """Admit the next request if its chunks are free. The scheduler calls again for the one after it."""
         first = min(waiting, key=self.turn)
         chunks = self.memory.chunks(first.prompt_tokens, first.max_output_tokens, first.num_sequences)
         return [first.request_id] if self.memory.allocator.can_take(chunks) else []
 
 
 class Orca:
-    """The two doors of one engine: `Engine(memory=orca.memory, policy=orca.policy)`."""
+    """The memory and the policy for one engine: `Engine(memory=orca.memory, policy=orca.policy)`."""
 
     def __init__(self, system: str) -> None:
-        """`system`: one of ESTIMATES."""
+        """`system` is one of the keys of ESTIMATES."""
         self._estimate = ESTIMATES[system]
 
     def memory(

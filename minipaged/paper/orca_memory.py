@@ -1,6 +1,6 @@
 """The memory of the paper's baselines (section 6.1): a contiguous chunk for each sequence that a request will have.
 
-All of them are taken when the request comes in, so that nothing has to be found later, and nobody is preempted for it.
+All chunks are reserved when the request is admitted. So it never needs memory later, and no request is preempted.
 """
 
 from __future__ import annotations
@@ -18,34 +18,35 @@ from minipaged.params import EngineConfig
 from minipaged.steps import BlockMoves, CopyPair
 
 Estimate = Callable[[int], int]
-"""Of how many output tokens an output of so many is expected."""
+"""A function from the true number of output tokens to the expected number."""
 
 
 class OrcaMemory(Memory):
-    """One chunk for each sequence that a request will have, from when it comes in."""
+    """A memory that reserves, at admission, one chunk for each sequence that a request will have."""
 
     allocator: BuddyAllocator
     final_tokens: int = 0
-    """Tokens that the sequences with a chunk will have in the end: those not there yet are *reserved* slots."""
+    """Tokens that the sequences with a chunk will have when they end. Slots for tokens still to come are *reserved*."""
     expected_tokens: int = 0
-    """Tokens that they were expected to have: what never comes of these is internal fragmentation (Fig. 2)."""
+    """Tokens that these sequences were expected to have. Slots for those that never come are internal fragmentation
+    (Fig. 2)."""
 
     def __init__(self, config: EngineConfig, writer: StepWriters, emit: Emit, estimate: Estimate) -> None:
         self.block_size = config.block_size
         if power_of_two(config.block_size) != config.block_size:
-            raise InvalidRequest(f"block_size is {config.block_size}; buddies need a power of two")
+            raise InvalidRequest(f"block_size is {config.block_size}; the buddy allocator needs a power of two")
         self.allocator = BuddyAllocator(config.num_blocks, LARGEST_TOKENS // config.block_size)
         self._writer, self._emit, self._estimate = writer, emit, estimate
         self._families: dict[SequenceState, Family] = {}
         self._copies: list[CopyPair] = []
 
     def chunks(self, prompt_tokens: int, output_tokens: int, num_sequences: int) -> list[int]:
-        """Sizes of all chunks that such a request takes, in blocks."""
+        """Return the sizes of all chunks that such a request takes, in blocks."""
         most = self.expected(prompt_tokens, output_tokens)
         return [power_of_two(self.blocks_for(most))] * num_sequences
 
     def expected(self, prompt_tokens: int, output_tokens: int) -> int:
-        """How long a sequence is expected to become, in tokens."""
+        """Return the expected final length of a sequence, in tokens."""
         return min(prompt_tokens + self._estimate(output_tokens), LARGEST_TOKENS)
 
     def _chunks_of(self, request: Request) -> list[int]:
@@ -59,7 +60,7 @@ class OrcaMemory(Memory):
 
     @property
     def held_beside_tables(self) -> list[int]:
-        """The spare chunks' blocks."""
+        """The blocks of the spare chunks."""
         families = {id(family): family for family in self._families.values()}
         return [block for family in families.values() for chunk in family.spare for block in chunk]
 
@@ -70,13 +71,15 @@ class OrcaMemory(Memory):
         return Chunk(self.block_size, self.allocator)
 
     def begin(self, request: Request, sequence: SequenceState) -> None:
-        """All chunks of the request: one for each of its sequences, of which there are several after an error, and the
-        others for those to come. Raises OutOfBlocks."""
+        """Reserve all chunks of the request, unless they are. Raises OutOfBlocks.
+
+        Each sequence of the request takes one chunk; after an error there can be several. The other chunks are spare.
+        """
         if sequence in self._families:
             return
         sizes = self._chunks_of(request)
         if not self.allocator.can_take(sizes):
-            raise OutOfBlocks(f"no chunks of {sizes} blocks are free, together")
+            raise OutOfBlocks(f"chunks of {sizes} blocks are not all free at the same time")
         prompt, output = len(request.prompt_token_ids), request.max_output_tokens
         spare = [self.allocator.take(size) for size in sizes]
         family = Family(
@@ -109,7 +112,8 @@ class OrcaMemory(Memory):
             self._emit(TokensComputed(sequence.sequence_id, table.num_tokens, new, 0))
 
     def fork(self, request: Request, parent: SequenceState, child: SequenceState) -> None:
-        """The child has a chunk of its own, with a copy of what the parent's holds."""
+        """Give the child its own chunk with a copy of the parent's tokens. Without a spare chunk it waits for the next
+        sequence of the request that ends."""
         family = self._families[child] = self._families[parent]
         family.living += 1
         child.table.append(parent.table.num_tokens)
@@ -120,7 +124,7 @@ class OrcaMemory(Memory):
             self._settle(family, family.spare.pop())
 
     def _settle(self, family: Family, chunk: list[int]) -> None:
-        """Give the chunk to the first that is owed one."""
+        """Give the chunk to the first sequence that waits for one, and copy the parent's blocks into it."""
         child, sources = family.owed.pop(0)
         self._give(child, chunk)
         for logical, pair in enumerate(zip(sources, chunk, strict=False)):

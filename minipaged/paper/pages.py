@@ -1,7 +1,8 @@
-"""What is told of a figure's result, as HTML: the table with its verdicts, sentences, where each number comes from.
+"""Renders a figure's result as HTML: the checks with their verdicts, the sentences, and the sources of the numbers.
 
-The report (`report.py`) and the pages of the site (`docs/build.py`) are made of these pieces. They are well-formed,
-have no style of their own but classes (`fails`, `holds`, `open`), and no blank lines, so that Markdown leaves them be.
+The report (`report.py`) and the pages of the site (`docs/build.py`) consist of these pieces. The HTML is well-formed
+and carries no style but the classes `fails`, `holds` and `open`. It has no blank lines, so that Markdown keeps it
+unchanged.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from minipaged.paper.figures.fig12 import FIG_12, MEDIAN, TOLERANCE
 
 COLUMNS = ("paper", "ours", "difference", "tolerance", "verdict")
 VERDICTS = {"holds": "holds", "fails": "fails", "not judged": "open"}
-"""Verdict -> class."""
+"""Verdict -> CSS class."""
 
 
 def cells(check: Mapping[str, Any]) -> list[str]:
-    """One row of a table: what, paper, ours, difference, tolerance, verdict."""
+    """Return a check as one row of a table: what, paper, ours, difference, tolerance, verdict."""
 
     def number(value: float | None) -> str:
         if value is None:
@@ -45,13 +46,13 @@ def cells(check: Mapping[str, Any]) -> list[str]:
 
 
 def text(words: str) -> str:
-    """Plain words as HTML; what stands between backquotes is code."""
+    """Return plain text as HTML. Text between backquotes becomes code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(words, quote=False))
 
 
 def table(head: Iterable[str], rows: Iterable[tuple[str, Sequence[str]]]) -> str:
-    """A table that scrolls by itself, by keys too, where it is too wide. Each row: the class of its last cell, and HTML
-    of all."""
+    """Return an HTML table. A row is the class of its last cell, and the HTML of all its cells. A table that is too
+    wide scrolls separately, with the keyboard too."""
     lines = ['<div class="scrolls" tabindex="0" role="group" aria-label="Table"><table class="figures">']
     lines.append("<thead><tr>" + "".join(f"<th>{one}</th>" for one in head) + "</tr></thead><tbody>")
     for name, row in rows:
@@ -61,18 +62,18 @@ def table(head: Iterable[str], rows: Iterable[tuple[str, Sequence[str]]]) -> str
 
 
 def checks_table(data: Mapping[str, Any]) -> str:
-    """What the paper says beside what came out."""
+    """Return the table of a figure's checks: the paper's numbers beside ours."""
     rows = [(VERDICTS[check["verdict"]], [text(cell) for cell in cells(check)]) for check in data["checks"]]
     return table(("what", *COLUMNS), rows)
 
 
 def section(figure: Figure) -> str:
-    """Where the figure is in the paper, as a sentence."""
+    """Return a sentence that names the figure's section in the paper."""
     return "Not in the paper." if figure.section == "beyond" else f"Section {figure.section} of the paper."
 
 
 def command(figure: Figure, data: Mapping[str, Any]) -> str:
-    """By which the figure is made again."""
+    """Return the command that makes the figure again."""
     made = data["made"]
     words = ["minipaged", "paper", "run", data["figure"]]
     words += ["--quick"] * made["quick"] + ["--seed", str(made["seed"])] * (made["seed"] != 0)
@@ -81,7 +82,7 @@ def command(figure: Figure, data: Mapping[str, Any]) -> str:
 
 
 def body(figure: Figure, data: Mapping[str, Any], level: int) -> str:
-    """All of a figure but its heading and its picture. `level`: of the headings within, 2 for h2."""
+    """Return the page of a figure without its heading and picture. `level` is the level of the headings: 2 for h2."""
 
     def heading(words: str) -> str:
         return f"<h{level}>{words}</h{level}>"
@@ -118,7 +119,7 @@ def body(figure: Figure, data: Mapping[str, Any], level: int) -> str:
 
 
 def summary(results: Mapping[str, Mapping[str, Any]], links: Mapping[str, str]) -> str:
-    """All verdicts in one table, those that fail first. `links`: where each figure's page is."""
+    """Return a table with the checks of all figures, failed ones first. `links` maps a figure's name to its page."""
     rows = []
     for name, data in results.items():
         for check in data["checks"]:
@@ -129,12 +130,12 @@ def summary(results: Mapping[str, Mapping[str, Any]], links: Mapping[str, str]) 
 
 
 def label(name: str) -> str:
-    """As a figure is called in a table."""
+    """Return the figure's name as tables show it."""
     return f"Fig. {name}" if name[0].isdigit() else name
 
 
 def counts(results: Iterable[Mapping[str, Any]]) -> str:
-    """How many verdicts of each kind, in words; what is no prediction by itself."""
+    """Return the number of verdicts, in words. Predicted, calibrated and exact checks are counted separately."""
     checks = [check for data in results for check in data["checks"]]
 
     def told(before: str, kind: CheckKind) -> str:
@@ -151,7 +152,7 @@ def counts(results: Iterable[Mapping[str, Any]]) -> str:
 
 
 def knees(results: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """How far the judged knees of Fig. 12 are off, all together, in words; None where there is none."""
+    """Return a sentence on the errors of all judged knees of Fig. 12, or None if no knee was judged."""
     panels = [results[figure.name] for figure in FIG_12 if figure.name in results]
     checks = [check for panel in panels for check in panel["checks"] if check["verdict"] != "not judged"]
     judged = [check for check in checks if check["tolerance"] == TOLERANCE]

@@ -1,7 +1,8 @@
-"""What the paper printed, as numbers: its curves, bars and histograms (`data/paper.json`, with the source).
+"""The paper's printed numbers: its curves, bars and histograms (`data/paper.json`, which names the source).
 
-A *panel* is one plot of Figs. 12, 14, 16 and 17: requests a second across, mean normalized latency (seconds a token,
-section 6.1) up, a curve for each system. Its *knee* is the rate at which a curve passes `KNEE` seconds a token.
+A *panel* is one plot of Figs. 12, 14, 16 and 17. It shows mean normalized latency (seconds per token, section 6.1)
+against the request rate (requests per second), with a curve for each system. The *knee* of a curve is the rate at which
+it passes `KNEE` seconds per token.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from itertools import pairwise
 from typing import Any
 
 Point = tuple[float, float]
-"""(requests a second, seconds a token) of a curve; of other lines whatever their figure says."""
+"""A point of a line. In a panel: (requests per second, seconds per token). Other figures have other units."""
 KNEE = 0.5
-"""Seconds a token at which curves are compared: between what serves well and what has no end."""
+"""Seconds per token at which curves are compared: above a usable latency, and below that of an ever-growing queue."""
 
 
 @cache
@@ -31,46 +32,48 @@ def source() -> str:
 
 
 def panels() -> list[str]:
-    """Their names: 12a, ..., 17."""
+    """Return the names of all panels: 12a, ..., 17."""
     return list(_paper()["curves"])
 
 
 def model(panel: str) -> str:
-    """Which model was served."""
+    """Return the name of the model that the panel serves."""
     what: str = _paper()["curves"][panel]["what"]
     return next(word for word in what.split() if "-" in word and word[-1] == "B")
 
 
 def dataset(panel: str) -> str:
-    """Where the lengths come from: ShareGPT, Alpaca or WMT16."""
+    """Return the dataset of the panel's request lengths: ShareGPT, Alpaca or WMT16."""
     what: str = _paper()["curves"][panel]["what"]
     return next((word for word in what.split() if word in ("ShareGPT", "Alpaca")), "WMT16")
 
 
 def curves(panel: str) -> dict[str, list[Point]]:
-    """The drawn points of each system, in order of rate."""
+    """Return the points of each system's curve, in order of rate."""
     return {system: [(x, y) for x, y in line] for system, line in _paper()["curves"][panel]["lines"].items()}
 
 
 def with_exit(panel: str, system: str) -> list[Point]:
-    """The drawn points, and the one where the curve leaves the panel at the top, if it does."""
+    """Return a curve's points. If it leaves the panel at the top, the point where it does comes last."""
     exits = _paper()["curves"][panel]["exits"]
     return curves(panel)[system] + ([tuple(exits[system])] if system in exits else [])
 
 
 def other(name: str) -> Any:
-    """What else is printed: bars and lines, by figure and words (`data/paper.json`)."""
+    """Return the printed bars or lines of another figure. `name` is their key in `data/paper.json`, under "others"."""
     return _paper()["others"][name]
 
 
 def histogram(dataset: str, side: str) -> tuple[float, float, list[int]]:
-    """Fig. 11: (shortest, longest, counts of bins of equal width) of lengths in tokens. `side`: input or output."""
+    """Return a histogram of Fig. 11: the shortest and longest length in tokens, and the counts of equally wide bins.
+
+    `side` is "input" or "output"."""
     found = _paper()["fig11"][f"{dataset} {side}"]
     return found["first"], found["last"], list(found["counts"])
 
 
 def knee(line: Sequence[Point], at: float = KNEE) -> float | None:
-    """The rate at which straight lines between the points first pass `at` seconds a token; None if they never do."""
+    """Return the rate at which the line first passes `at` seconds per token, or None. Points are joined linearly."""
     for (x0, y0), (x1, y1) in pairwise(line):
         if y0 <= at < y1:
             return x0 + (at - y0) / (y1 - y0) * (x1 - x0)

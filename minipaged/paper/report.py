@@ -1,5 +1,5 @@
-"""`minipaged paper report`: all results of a folder as one HTML file, which needs nothing from anywhere. And a page of
-one figure that can be stepped through, as `minipaged paper run` writes it."""
+"""The HTML files of `minipaged paper`: the report of all results, and the page of one figure that can be stepped
+through. Each is a single file without external resources."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ td.holds { color: var(--holds); }
 """
 
 WHAT_IT_IS = (
-    "In the words of ACM's artifact review and badging these results are replicated in simulation: other software than "
-    "the authors' serves their workloads. They are not reproduced. No GPU was used; what a step takes is a law whose "
-    "speeds are calibrated by those points of the paper at which nothing waits. The knees that are judged were never "
-    "among them; checks of points that were say so, in brackets."
+    "In the terms of ACM's artifact review and badging, these results are replicated in simulation: software other "
+    "than the authors' serves their workloads. They are not reproduced. No GPU was used. The duration of a step is a "
+    "cost model (the law), whose speeds are calibrated by the points of the paper at which nothing waits. The judged "
+    "knees were never among these points. Checks of points that were are marked as calibrated."
 )
 
 
 def figure_page(data: Mapping[str, Any]) -> str:
-    """Of one result that has a run to be stepped through."""
+    """Return the page of a result that has a recorded run to step through."""
     figure = FIGURES[data["figure"]]
     parts = [
         f"<h1>{text(data['title'])}</h1>",
@@ -57,7 +57,7 @@ def figure_page(data: Mapping[str, Any]) -> str:
 
 
 def report(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """The whole page. `results`: by figure, in the order in which they are shown."""
+    """Return the report. `results` maps figures to results, in the order in which they are shown."""
     parts = [
         "<h1>The PagedAttention paper, made again</h1>",
         f"<p>{text(published.source())}</p>",
@@ -82,7 +82,7 @@ def report(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _whole(title: str, parts: Iterable[str], wide: int) -> str:
-    """A page of these parts, at most so many letters' widths wide."""
+    """Return an HTML page with these parts. `wide` is its maximum width in rem."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'

@@ -1,11 +1,12 @@
-"""Runs figures: their jobs in several processes, each result kept in a file, so that what was cut off goes on.
+"""Runs figures. Their jobs run in several processes. Each job's result is stored in a file, so that an interrupted run
+can continue.
 
-    results/jobs/<digest>.json      one job: what it was, and its result
-    results/12a.json                one figure: plots, checks, and what it was made with
+    results/jobs/<digest>.json      one job: its fields and its result
+    results/12a.json                one figure: plots, checks, and the versions that made it
 
-A digest is of everything that a job says, of the package's version, and of the code and the constants by which jobs are
-run (`SIMULATION`). So a result is never taken for another's, and who changes a machine or a policy runs again what that
-may have changed. (Who changes a file of traces but not its name gives another folder, or removes this one.)
+The digest covers the job's fields, the package's version, and the sources that affect jobs (`SIMULATION`). So a result
+is never mistaken for another job's, and a change to a machine or a policy makes the affected jobs run again. The digest
+does not cover the contents of trace files: if one changes, use another folder or remove this one.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ SIMULATION = (
     *("engine/**/*.py", "reference/*.py", "replicas/*.py", "paper/*.py", "paper/figures/*.py", "paper/data/*.json"),
 )
 TOLD_ONLY = {"commands.py", "drawing.py", "pages.py", "report.py", "telling.py"}
-"""Of `paper/`, what shows results and makes none."""
+"""Files of `paper/` that only show results. They do not count for the digest."""
 KEYS = {"figure", "title", "section", "made", "machines", "plots", "checks", "sentences", "notes"}
-"""Of a figure's result. One that can be stepped through has its `recording` too."""
+"""Keys of a figure's result. A result that can be stepped through also has a `recording`."""
 KEYS_OF_CHECK = {field.name for field in fields(Check)}
 
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """By what a figure's result was made."""
+    """The settings and versions that made a figure's result."""
 
     seed: int
     quick: bool
@@ -58,7 +59,7 @@ def made(*, seed: int, quick: bool) -> Provenance:
 
 
 def digest_of(package: Path) -> str:
-    """Of the files that say what comes of a job."""
+    """Return a digest of the source files that affect the results of jobs."""
     files = sorted({path for pattern in SIMULATION for path in package.glob(pattern)})
     digest = hashlib.sha256()
     for path in files:
@@ -73,13 +74,13 @@ def _digest_of_this() -> str:
 
 
 def this_minipaged() -> str:
-    """The version that makes figures here. A checkout has none, and is named by its digest."""
+    """The version that makes figures here; where minipaged is not installed, its digest stands for the version."""
     version = own_version()
     return f"{CHECKOUT} ({_digest_of_this()[:12]})" if version == CHECKOUT else version
 
 
 def key_of(job: Job) -> str:
-    """By which its result is found again."""
+    """Return the digest under which a job's result is stored."""
     made_by = own_version(), _digest_of_this()
     said = json.dumps([*made_by, type(job).__name__, asdict(job)], sort_keys=True)  # type: ignore[call-overload]
     return hashlib.sha256(said.encode()).hexdigest()[:24]
@@ -90,7 +91,7 @@ def _run(job: Job) -> Any:
 
 
 class Results:
-    """The folder in which results are kept."""
+    """The folder with the stored results."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -102,7 +103,7 @@ class Results:
             raise InvalidRequest(f"cannot keep results in {folder}: it cannot be written to; give another --output")
 
     def get(self, job: Job) -> Any | None:
-        """The kept result, if there is one. A file that was cut off is none."""
+        """Return the stored result of a job, or None if there is none or its file is incomplete."""
         try:
             return json.loads(self._path(job).read_text())["result"]
         except (OSError, ValueError, KeyError, TypeError):
@@ -130,12 +131,13 @@ class Results:
 
 
 def file_name(figure: str) -> str:
-    """Of all files of a figure, without what they end in."""
+    """Return the name of a figure's files, without the suffix."""
     return figure.replace("/", "-")
 
 
 class Unusable(InvalidRequest):
-    """A figure's kept result that cannot be used. `why` says it in a few words, the message with the way out."""
+    """Raised for a figure's stored result that cannot be used. `why` is the reason in a few words. The message adds
+    what to do."""
 
     def __init__(self, message: str, why: str) -> None:
         super().__init__(message)
@@ -143,7 +145,7 @@ class Unusable(InvalidRequest):
 
 
 def _is_whole(data: Any) -> bool:
-    """Whether it has all that is told of a result."""
+    """Return whether a result has everything that pages and tables show."""
     try:
         return (
             data.keys() >= KEYS
@@ -151,13 +153,15 @@ def _is_whole(data: Any) -> bool:
             and all(check.keys() >= KEYS_OF_CHECK for check in data["checks"])
             and all(isinstance(plot["title"], str) for plot in data["plots"])
         )
-    except (AttributeError, KeyError, TypeError):  # something else in their place
+    except (AttributeError, KeyError, TypeError):  # a part has another type
         return False
 
 
 def kept_figure(folder: Path, name: str) -> dict[str, Any] | None:
-    """The figure's result that is in the folder; None if there is none. Raises Unusable for one that cannot be read, or
-    that another version of minipaged has made, or a checkout of other code."""
+    """Return the figure's result from the folder, or None if there is none.
+
+    Raises Unusable if the result cannot be read, is incomplete, or was made by another version or by other code.
+    """
     path = folder / f"{file_name(name)}.json"
     data: dict[str, Any] | None
     try:
@@ -168,28 +172,28 @@ def kept_figure(folder: Path, name: str) -> dict[str, Any] | None:
         raise Unusable(f"cannot read {path}: {error.strerror}", f"cannot be read: {error.strerror}") from None
     except ValueError:
         data = None
-    again = f"make it again: minipaged paper run {name} --output {folder}"
+    again = f"run it again: minipaged paper run {name} --output {folder}"
     if not data or not _is_whole(data):
-        raise Unusable(f"{path} is no whole result of a figure; remove it, or {again}", "no whole result")
+        raise Unusable(f"{path} is not a complete result of a figure; remove it, or {again}", "incomplete result")
     maker = data["made"]["minipaged"]
     if maker != this_minipaged():
         raise Unusable(
-            f"{path} was made by minipaged {maker}, and this is {this_minipaged()}, whose figures may come out "
-            f"otherwise; {again}",
+            f"{path} was made by minipaged {maker}, and this is {this_minipaged()}, whose results may differ; {again}",
             f"made by minipaged {maker}",
         )
     return data
 
 
 def kept_figures(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """The figures' results that are in the folder, in the order of the names. Raises Unusable."""
+    """Return the results that the folder has of these figures, in the order of the names. Raises Unusable."""
     found = {name: kept_figure(folder, name) for name in names}
     return {name: data for name, data in found.items() if data is not None}
 
 
 def run_jobs(jobs: Iterable[Job], results: Results, processes: int, done: Callable[[Job], None]) -> dict[Job, Any]:
-    """The result of each, in the order of the jobs, from the folder or by running it; `done` is told of each as it
-    ends. Interrupted, it keeps what has ended.
+    """Return the result of each job, in the order of the jobs. Jobs without a stored result are run.
+
+    `done` is called with each job when its result is there. If interrupted, the results of finished jobs stay stored.
     """
     found: dict[Job, Any] = {}
     missing: list[Job] = []
@@ -208,22 +212,23 @@ def run_jobs(jobs: Iterable[Job], results: Results, processes: int, done: Callab
 
 
 def _each(jobs: list[Job], processes: int) -> Iterator[tuple[Job, Any]]:
-    """As they end. One process is this one: errors, and the debugger, are then where they belong."""
+    """Yield jobs and results as the jobs finish. With `processes` = 1, jobs run in this process, so that tracebacks and
+    debuggers work."""
     if processes == 1 or not jobs:
         for job in jobs:
             yield job, _run(job)
         return
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(method)
-    # The server of the first pool is the next ones' too: by what it has imported their processes begin at once.
+    # All pools share one fork server. Processes start fast because the server has already imported this module.
     context.set_forkserver_preload(["minipaged.paper.serving"])
     pool = ProcessPoolExecutor(processes, context, _end_with_parent)
     try:
-        # The last first: the highest rates of vLLM are, and they take longest.
+        # Start with the last jobs: those are vLLM's highest rates, which take longest.
         waiting = {pool.submit(_run, job): job for job in reversed(jobs)}
         for future in as_completed(waiting):
             yield waiting[future], future.result()
-    except BaseException:  # a job takes minutes, and nobody wants the results of the others any more
+    except BaseException:  # the other jobs would go on for minutes, for results that nobody uses
         for process in multiprocessing.active_children():
             process.kill()
         pool.shutdown(cancel_futures=True)
@@ -232,7 +237,7 @@ def _each(jobs: list[Job], processes: int) -> Iterator[tuple[Job, Any]]:
 
 
 def _end_with_parent() -> None:
-    """In a process of the pool: end when whoever wanted the results is gone, however it went."""
+    """Start a thread in a worker process that ends the process when its parent has ended, in whatever way."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -244,7 +249,7 @@ def _end_with_parent() -> None:
 
 
 def why_it_fails(figure: Figure, checks: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What is known of it, of each check that fails."""
+    """Return notes that explain the failing checks, by the figure's `why`."""
     failing = [check["what"] for check in checks if check["verdict"] == "fails"]
     found = {words: [what for what in failing if words in what] for words in figure.why}
     return [f"Why it fails ({'; '.join(whats)}): {figure.why[words]}" for words, whats in found.items() if whats]
@@ -253,10 +258,10 @@ def why_it_fails(figure: Figure, checks: Iterable[Mapping[str, Any]]) -> list[st
 def run_figure(
     figure: Figure, results: Results, *, quick: bool, seed: int, processes: int, done: Callable[[Job], None]
 ) -> dict[str, Any]:
-    """Run it, keep its result, and return that."""
+    """Run a figure, store its result, and return it."""
     jobs = figure.jobs(quick=quick, seed=seed)
     outcome = figure.outcome(run_jobs(jobs, results, 1 if figure.alone else processes, done))
-    models = {getattr(job, "model", None) for job in jobs}  # those that are served on a simulated machine
+    models = {getattr(job, "model", None) for job in jobs}  # the models served on a simulated machine
     checks = [
         {**asdict(check), "difference": check.difference, "verdict": "not judged" if quick else check.verdict}
         for check in outcome.checks
@@ -273,6 +278,6 @@ def run_figure(
         "notes": [*outcome.notes, *why_it_fails(figure, checks)],
         **({"recording": outcome.recording} if outcome.recording else {}),
     }
-    plain: dict[str, Any] = json.loads(json.dumps(data))  # as it is read again
+    plain: dict[str, Any] = json.loads(json.dumps(data))  # exactly what a later read returns
     results.put_figure(figure, plain)
     return plain

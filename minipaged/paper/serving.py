@@ -1,8 +1,7 @@
-"""One workload served by one system at one rate: a point of a curve.
+"""Serves one workload on one system at one rate: a point of a curve.
 
-The engine, its scheduler, its tables and allocators are the real ones; the machine is simulated. Systems differ in what
-goes through two doors of the engine, memory and policy, and in the limits that go with them: `systems` has a record of
-each.
+The engine, its scheduler, block tables and allocators are real. The machine is simulated. Systems differ in the memory
+and the policy of their engine, and in the limits that go with them. `systems` describes each.
 """
 
 from __future__ import annotations
@@ -35,88 +34,94 @@ from minipaged.simulation.simulated import Machine, SimulatedRunner, simulated_t
 from minipaged.simulation.traces import Percentiles
 
 BATCH_TOKENS = 2560
-"""vLLM's limit of a step in the paper's days."""
+"""vLLM's limit of tokens per step at the time of the paper."""
 NO_LIMIT = 1 << 20
 PREFILL_FIRST = "prefill-first"
-"""The policy `vllm.WholePrompts`, on a machine whose steps are `vllm.PromptsApart`."""
+"""The policy `vllm.WholePrompts`, with the runner `vllm.PromptsApart`."""
 VOCABULARY = 1 << 20
-"""Tokens only have to differ where a prefix is not shared."""
+"""The vocabulary's size: large enough for a distinct token per request (`prompt_of`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServingSetup:
-    """What is served, by whom."""
+    """A job that serves one workload on one system."""
 
     system: str
-    """The name of one of `systems`: vLLM, Orca (Max), Orca (Pow2), Orca (Oracle) or FasterTransformer."""
+    """The system's name, a key of `systems()`: vLLM, Orca (Max), Orca (Pow2), Orca (Oracle) or FasterTransformer."""
     model: str
     dataset: str
     rate: float
-    """Requests a second."""
+    """Requests per second."""
     seconds: float
-    """For so long requests arrive. All of them are served to their end."""
+    """The time during which requests arrive. All of them are served until they finish."""
     seed: int = 0
     n: int = 1
     """Sequences of each request."""
     beams: bool = False
-    """Whether they are beams, and not samples."""
+    """Whether a request's sequences are beams instead of samples."""
     divergence: str = "measured"
-    """Which beams survive: one of `divergence.DIVERGENCE`."""
+    """The rule for which beams survive, a key of `divergence.DIVERGENCE`."""
     prefix: int = 0
-    """So many tokens of its prompt each request shares with all others."""
+    """Tokens at the beginning of its prompt that each request shares with all others."""
     block_size: int = 16
     most_running: int = NO_LIMIT
-    """Sequences that run at once, however many there is room for."""
+    """The limit of sequences that run at once, even if more would fit."""
     preemption: Way | None = None
-    """Of vLLM: the only way back. None: single sequences recompute, others swap, as vLLM did then."""
-    batch_tokens: int = BATCH_TOKENS
-    """Of vLLM: most tokens of a step."""
-    policy: str = ""
-    """Of vLLM: one of `engine.policies.POLICIES`, or PREFILL_FIRST, in the place of its own of then."""
-    urgent: float = 0.0
-    """So large a share of the requests is drawn; by the policy "priority" they are one step above the others."""
-    one_piece: bool = False
-    """Whether a block is one piece of memory, and not one for K and one for V in each layer."""
-    link: float = 1.0
-    """Times the speed of the machine's link to the host."""
-    each: bool = False
-    """Whether the times of every request are kept, and how long there was between two tokens (with one sequence each).
+    """vLLM's handling of preempted requests. None: requests of one sequence recompute and others swap, as in the paper.
     """
+    batch_tokens: int = BATCH_TOKENS
+    """vLLM's limit of tokens per step."""
+    policy: str = ""
+    """vLLM's policy: a key of `engine.policies.POLICIES`, or PREFILL_FIRST. Empty: its policy at the time of the paper.
+    """
+    urgent: float = 0.0
+    """The share of requests that are urgent, drawn at random. Policy "priority" puts them one step above the others."""
+    one_piece: bool = False
+    """Whether a block is one piece of memory. If not, it has a piece for K and one for V in each layer."""
+    link: float = 1.0
+    """A factor on the speed of the machine's link to the host."""
+    each: bool = False
+    """Whether to keep the times of every request, and the times between tokens (one sequence per request only)."""
     kv_bits: int = 16
-    """Of a number of K or V: with fewer there are more blocks, and attention reads fewer bytes."""
+    """Bits of each number in K and V. With fewer bits there are more blocks, and attention reads fewer bytes."""
 
     def run(self) -> ServingResult:
-        """Serve it."""
+        """Serve the workload."""
         return serve(self, self.arrivals())
 
     def arrivals(self) -> list[PaperRequest]:
-        """The requests, in order of arrival."""
+        """Draw the requests, in order of arrival."""
         return arrivals(self.dataset, self.rate, self.seconds, self.seed, self.prefix)
 
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """Means over the steps in which a request waited: what the memory holds while more is wanted of it.
+    """Means over the steps during which a request waited, so that the memory was in demand.
 
-    Shares are of the KV memory, told apart as in Fig. 2. Of Orca, what a chunk holds beyond the tokens that were
-    expected (its rounding to a power of two) is no internal fragmentation there, but among *external and others*.
+    `held`, `tokens`, `reserved` and `internal` are shares of the KV memory, with the categories of Fig. 2. Orca rounds
+    chunks up to a power of two. The slots beyond the expected tokens count as *external and others* there, not as
+    internal fragmentation.
     """
 
     steps: int
+    """The number of these steps."""
     seconds: float
-    """All of them together, simulated."""
+    """Simulated seconds of all these steps together."""
     running: float
     """Requests in a batch."""
     held: float
-    """Of the KV memory, blocks that somebody has."""
+    """The share of blocks that are in use."""
     tokens: float
+    """The share of slots with tokens."""
     reserved: float
+    """The share of slots reserved for tokens still to come."""
     internal: float
+    """The share of slots lost to internal fragmentation."""
 
 
 @dataclass(slots=True)
 class Queue:
-    """Sums for `Queued`, of slots and requests."""
+    """Running sums for `Queued`, in slots and requests."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -127,7 +132,7 @@ class Queue:
     internal: int = 0
 
     def note(self, engine: Engine, seconds: float) -> None:
-        """One step, in which a request waited."""
+        """Add one step during which a request waited."""
         memory = engine.blocks
         self.steps += 1
         self.seconds += seconds
@@ -142,7 +147,7 @@ class Queue:
             self.internal += memory.num_entries * memory.block_size - tokens
 
     def means(self, num_slots: int) -> Queued:
-        """With a KV memory of so many slots."""
+        """Return the means. `num_slots` is the size of the KV memory."""
         steps, slots = max(1, self.steps), max(1, self.steps) * num_slots
         return Queued(
             steps=self.steps,
@@ -157,7 +162,7 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """How long those who had a token waited for the next, in seconds."""
+    """Times between two successive tokens of a request, in seconds."""
 
     percentiles: Percentiles
     longest: float
@@ -165,24 +170,27 @@ class Between:
 
 @dataclass(slots=True)
 class Pace:
-    """Looks after each step who has got a token, and how long after the one before."""
+    """Measures the times between successive tokens of each request. It looks at running requests after each step."""
 
     runner: SimulatedRunner
     latest: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Request -> tokens it has, and when the last of them came."""
+    """Request -> its number of tokens, and the time of the last one."""
     seconds: list[float] = field(default_factory=list)
+    """All times between two successive tokens so far."""
 
     def note(self, running: Iterable[Request]) -> None:
-        """Who computes its prompt, or waits to come back, gets none, and its time goes on."""
+        """Note the tokens of all running requests. A request that gets no token, because it computes its prompt or is
+        preempted, keeps the time of its last token."""
         for request in running:
             self.has(request.request_id, len(request.sequences[0].output_token_ids))
 
     def has(self, request_id: str, num_tokens: int) -> None:
+        """Note that a request has this number of tokens now."""
         before, since = self.latest.get(request_id, (0, 0.0))
         if num_tokens == before:
             return
         now = self.runner.now
-        if before:  # a first token is its prompt's
+        if before:  # the first token comes from the prompt's pass
             now += self.runner.owed if isinstance(self.runner, PromptsApart) else 0.0
             self.seconds.append(now - since)
         self.latest[request_id] = num_tokens, now
@@ -193,39 +201,43 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class ServingResult:
-    """What it came to. Means are over steps."""
+    """The result of serving one workload."""
 
     requests: int
     normalized_latency: float
-    """Mean over requests of latency / output tokens, seconds a token (section 6.1)."""
+    """Mean over requests of latency / output tokens, in seconds per token (section 6.1)."""
     mean_running: float
-    """Requests in a batch, looked at after each step, without those that ended in it."""
+    """Mean number of requests in a batch, over steps. A request does not count in the step in which it finishes."""
     mean_running_arriving: float
-    """The same over the steps up to the last arrival (Fig. 13): after it the batch empties, however long the trace."""
+    """`mean_running` over the steps up to the last arrival only (Fig. 13). After it the batch empties."""
     saved_share: float
-    """Blocks saved by sharing (Fig. 15)."""
+    """The share of blocks saved by sharing (Fig. 15)."""
     preempted: int
+    """The number of preemptions."""
     seconds: float
-    """Simulated."""
+    """Simulated seconds until the last request finished."""
     steps: int
     latency: Percentiles
-    """From arrival to the last token; `first_token`: to the first one, in seconds."""
+    """Seconds from arrival to the last token."""
     first_token: Percentiles
+    """Seconds from arrival to the first token."""
     per_token: Percentiles
-    """From the first token to the last, of each one after the first, in seconds."""
+    """Seconds per token after the first one, averaged within each request."""
     latency_urgent: Percentiles
-    """The same as `latency` of those with priority, and of those without."""
+    """`latency` of the urgent requests."""
     latency_others: Percentiles
+    """`latency` of the other requests."""
     queued: Queued
-    """What the memory held while a request waited: with one sequence a request, or entries count twice."""
+    """The use of the memory while a request waited. Right only with one sequence per request; else shared blocks count
+    twice."""
     each: list[tuple[float, float]]
-    """Of every request what `first_token` and `per_token` are of, if they are to be kept."""
+    """The time to first token and the time per token of every request, if `ServingSetup.each`."""
     between: Between | None
-    """Any two tokens of a request, one after the other, if it is to be kept."""
+    """Times between two successive tokens, if `ServingSetup.each`."""
 
 
 class Doors(NamedTuple):
-    """What goes through the two doors of one engine."""
+    """The memory and the policy of an engine."""
 
     memory: MakeMemory
     policy: MakePolicy
@@ -233,25 +245,25 @@ class Doors(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A system that serves: everything in which it differs from the others.
+    """The properties in which a serving system differs from others.
 
-    The defaults are those of Orca, which keeps a chunk for each sequence: a chunk is never shared, and never given up.
+    The defaults describe Orca. It keeps a chunk for each sequence, which is never shared and never taken away.
     """
 
     doors: Callable[[ServingSetup], Doors]
-    """Makes a new engine's memory and policy."""
+    """A function that makes the memory and policy of a new engine."""
     limits_steps: bool = False
     """Whether a step has at most `ServingSetup.batch_tokens` tokens."""
     caches_prefixes: bool = False
     """Whether requests with the same prefix share its blocks."""
     preempts: bool = False
-    """Whether requests can be preempted. Those that are swapped out need blocks on the host."""
+    """Whether requests can be preempted. Swapping them out needs blocks on the host."""
     judged: bool = True
-    """Whether its knees get a verdict. FasterTransformer's get none: how large its batches could be is not known."""
+    """Whether its knees are judged. FasterTransformer's are not, because its batch sizes are not known."""
 
 
 def systems() -> dict[str, System]:
-    """The table of all systems, by name. Each estimate of `orca.ESTIMATES` makes one, including those added later."""
+    """Return all systems by name. Each estimate in `orca.ESTIMATES` makes one, including estimates added later."""
     return {
         "FasterTransformer": System(lambda serving: contiguous(FasterTransformer()), judged=False),
         **dict.fromkeys(ESTIMATES, System(lambda serving: contiguous(Orca(serving.system)))),
@@ -260,12 +272,12 @@ def systems() -> dict[str, System]:
 
 
 def contiguous(baseline: Orca) -> Doors:
-    """The baselines' doors, which belong together: the policy asks the memory for chunks."""
+    """Return the memory and policy of a baseline. They belong together: the policy asks the memory for chunks."""
     return Doors(baseline.memory, baseline.policy)
 
 
 def paged(serving: ServingSetup) -> Doors:
-    """vLLM's doors: this engine's own memory, and vLLM's policy of then or the one that the serving names."""
+    """Return vLLM's memory and policy: this engine's own memory, with the policy that `serving` names."""
     if serving.policy and serving.policy != PREFILL_FIRST:
         return Doors(BlockManager, POLICIES[serving.policy])
     policy = WholePrompts if serving.policy == PREFILL_FIRST else VLLM
@@ -273,7 +285,7 @@ def paged(serving: ServingSetup) -> Doors:
 
 
 def engine_of(serving: ServingSetup, runner: SimulatedRunner) -> Engine:
-    """The system, on the machine."""
+    """Make an engine for the system, on the machine of the runner."""
     system = systems()[serving.system]
     num_blocks = runner.machine.num_blocks(serving.block_size)
     may_swap = system.preempts and (serving.n > 1 or serving.preemption == "swap")
@@ -293,21 +305,24 @@ def engine_of(serving: ServingSetup, runner: SimulatedRunner) -> Engine:
 
 
 def prompt_of(serving: ServingSetup, one: PaperRequest, number: int) -> Sequence[int]:
-    """After the prefix a token of its own, so that nothing else is shared; `number`: of the request, from 1 on."""
+    """Return the prompt of request `number`, counted from 1. A token of its own follows the shared prefix, so that it
+    shares nothing else."""
     if not serving.prefix:
         return range(one.prompt_tokens)
     return [*range(serving.prefix), MAX_MODEL_LEN + number, *[0] * (one.prompt_tokens - serving.prefix - 1)]
 
 
 def params_of(serving: ServingSetup, one: PaperRequest) -> SamplingParams | BeamSearchParams:
-    """Its output has exactly so many tokens."""
+    """Return the parameters with which each output has exactly the workload's number of tokens."""
     if serving.beams:
         return BeamSearchParams(beam_width=serving.n, max_tokens=one.output_tokens, ignore_eos=True)
     return SamplingParams(n=serving.n, max_tokens=one.output_tokens, ignore_eos=True)
 
 
 def machine_of(serving: ServingSetup, further: float | None) -> Machine:
-    """The model's, as this serving changes it. `further`: in the place of FURTHER_SAMPLE or FURTHER_BEAM."""
+    """Return the model's machine with the changes of this serving.
+
+    `further` replaces FURTHER_SAMPLE or FURTHER_BEAM, the cost of a request's further sequences."""
     here = machine(serving.model)
     if further is None:
         further = FURTHER_BEAM if serving.beams else FURTHER_SAMPLE
@@ -322,21 +337,23 @@ def machine_of(serving: ServingSetup, further: float | None) -> Machine:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Of one request that was served, in seconds."""
+    """Times of one served request, in seconds."""
 
     urgent: bool
     tokens: int
+    """The number of output tokens of its first sequence."""
     latency: float
     first_token: float
     per_token: float
 
 
 def serve(serving: ServingSetup, asked: Sequence[PaperRequest], further: float | None = None) -> ServingResult:
-    """Let these requests come, each at its time, and serve all of them to their end. `further`: see `machine_of`.
-    Raises InvalidRequest where there is none."""
+    """Serve these requests, each from its time of arrival on, until all have finished. `further`: see `machine_of`.
+
+    Raises InvalidRequest if there are no requests."""
     if not asked:
         raise InvalidRequest(
-            f"no request comes in {serving.seconds:g} s at {serving.rate:g} a second; take a longer trace, or a "
+            f"no request arrives within {serving.seconds:g} s at {serving.rate:g} requests/s; use a longer trace or a "
             "higher rate"
         )
     make = PromptsApart if serving.policy == PREFILL_FIRST else SimulatedRunner

@@ -1,8 +1,8 @@
 """Figs. 4 to 10: the paper's small examples as recorded runs of the engine, and pictures drawn from their events.
 
-A run's words come from a model without weights that knows them by heart; the scheduler, the block tables, reference
-counts and copies are the engine's own. What is kept of a run is its recording, and what was sent to the model; whoever
-draws or judges folds the events again (`replay/`) and asks the engine nothing.
+The words of a run come from a model without weights that recites given texts. The scheduler, block tables, reference
+counts and copies are the engine's own. A run's result is its recording and the steps sent to the workers. Pictures and
+checks are made by replaying the events (`replay/`), without the engine.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from minipaged.steps import StepInput
 from minipaged.tiers import reference_tier
 
 WORKERS = 2
-"""Besides the model itself, so many follow the steps (Fig. 4)."""
+"""The number of workers that follow the steps in addition to the model (Fig. 4)."""
 
 
 @dataclass
 class Teller(Storyteller):
-    """A storyteller that has odds for words, and workers that are sent each step, as data."""
+    """A storyteller with odds for words, and with workers that receive each step as data."""
 
     odds: Mapping[str, float] = field(default_factory=dict)
-    """Of words that compete; those not named have 1."""
+    """The odds of a word among the words that may come next. Words that are not named have odds of 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,7 +41,7 @@ class Teller(Storyteller):
         self.sent: list[Sent] = []
 
     def run(self, step: StepInput) -> StepResult:
-        """Nothing but the step goes to a worker."""
+        """Send the step to each worker, and run it. The workers receive nothing else but the choices."""
         for worker in self.workers:
             worker.apply(step)
         self.sent.append(Sent(step.number, [self._seen(worker) for worker in self.workers]))
@@ -57,7 +57,7 @@ class Teller(Storyteller):
         )
 
     def forward(self, batch: Batch) -> Any:
-        """Logits [rows that want them, words]: the logarithms of the odds of what may follow."""
+        """Return logits [rows that need logits, words]: the logarithm of the odds of each word that may come next."""
         logits = super().forward(batch)
         odds = np.log([self.odds.get(word, 1) for word in self.words]).astype(np.float32)  # [words]
         return np.where(logits == 0, odds, -np.inf).astype(np.float32)
@@ -65,21 +65,22 @@ class Teller(Storyteller):
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a worker knows of a step."""
+    """A worker's view of a step."""
 
     queries: list[str]
-    """Of each row of the batch the tokens to run."""
+    """The tokens to run, as text, for each row of the batch."""
     tables: dict[str, list[int]]
-    """Of each sequence its block table."""
+    """The block table of each sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """One step."""
+    """One step, as the workers received it."""
 
     step: int
+    """The step's number."""
     seen: list[Seen]
-    """By each worker."""
+    """The view of each worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,32 +89,32 @@ class TaleRequest:
 
     prompt: str
     tokens: int
-    """To be generated."""
+    """The number of tokens to generate."""
     after: int = 0
-    """Steps before it arrives."""
+    """The number of steps before it arrives."""
     samples: int = 1
     beams: int = 0
-    """0: no beam search."""
+    """The beam width, or 0 for no beam search."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tale:
-    """One run of the reference engine, recorded."""
+    """A job: one recorded run of the reference engine."""
 
     title: str
     texts: tuple[str, ...]
-    """What the model knows; a prompt is the beginning of one."""
+    """The texts that the model can recite. A prompt is the beginning of one of them."""
     requests: tuple[TaleRequest, ...]
     num_blocks: int = 9
     block_size: int = 4
     first_blocks: tuple[int, ...] = ()
-    """Those that the pool, which is not new, hands out first."""
+    """The blocks that the pool hands out first. The pool is not new: all its blocks were used before."""
     odds: tuple[tuple[str, float], ...] = ()
     prefix_caching: bool = False
     seed: int = 0
 
     def run(self) -> Recorded:
-        """The same recording for the same seed: what a step took is left out."""
+        """Run it. Durations are left out, so that the same seed gives the same recording."""
         model = Teller(self.texts, odds=dict(self.odds))
         with record(self.title, model.decode) as run:
             engine = model.engine(
@@ -143,22 +144,25 @@ class Tale:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What is kept of a run."""
+    """The result of a run."""
 
     recording: dict[str, Any]
-    """As the stepper takes it (`stepper/page.py`)."""
+    """The recording in the stepper's format (`stepper/page.py`)."""
     sent: list[Sent]
+    """The steps that the workers received."""
 
 
 def handing_out(first: Sequence[int]) -> Callable[[int], Any]:
-    """An allocator whose blocks have all been used before, and given back so that these come first (the reference's
-    hands out first what came back last)."""
+    """Return a function that makes an allocator. The allocator hands out the blocks in `first` before all others.
+
+    The function allocates all blocks once, and frees the blocks in `first` last. The reference allocator reuses the
+    most recently freed block first."""
 
     def make(num_blocks: int) -> Any:
         allocator = reference_tier().block_allocator(num_blocks)
         blocks = [allocator.allocate() for _ in range(num_blocks)]
         for block in [*(block for block in reversed(blocks) if block not in first), *reversed(first)]:
-            if block < num_blocks:  # the pool on the host is one more, and smaller
+            if block < num_blocks:  # the host's pool is made here too, and is smaller
                 allocator.free(block)
         return allocator
 
@@ -166,7 +170,7 @@ def handing_out(first: Sequence[int]) -> Callable[[int], Any]:
 
 
 class RetoldRun:
-    """A run, followed from its events."""
+    """A recorded run, replayed from its events."""
 
     def __init__(self, result: Mapping[str, Any]) -> None:
         self.recording: dict[str, Any] = result["recording"]
@@ -175,7 +179,8 @@ class RetoldRun:
         self.events: list[Event] = [from_json(json.dumps(event)) for event in self.recording["events"]]
 
     def until(self, last: Callable[[Event], bool], count: int = 1, *, before: bool = False) -> State:
-        """What there was right after (or `before`) the `count`-th event for which `last` holds."""
+        """Return the state right after (or `before`) the `count`-th event for which `last` is true. Raises ValueError
+        if the run has fewer such events."""
         state = State()
         for event in self.events:
             count -= last(event)
@@ -187,21 +192,21 @@ class RetoldRun:
         raise ValueError(f"the run {self.recording['title']!r} has no such moment")
 
     def after_step(self, number: int) -> State:
-        """What there was when so many steps had finished."""
+        """Return the state when `number` steps had finished."""
         return self.until(lambda event: isinstance(event, StepFinished), number)
 
     def computed_in(self, step: int) -> State:
-        """What there was when all of a step had been given slots, and nothing had been chosen yet."""
+        """Return the state when all rows of a step had their slots, and no token had been chosen yet."""
         events = [event for event in self.events if isinstance(event, StepStarted | TokensComputed)]
         starts = [i for i, event in enumerate(events) if isinstance(event, StepStarted)] + [len(events)]
         return self.until(lambda event: isinstance(event, TokensComputed), starts[step] - step)
 
     def of(self, kind: type[Any]) -> list[Any]:
-        """The events of one kind."""
+        """Return all events of one kind."""
         return [event for event in self.events if isinstance(event, kind)]
 
     def words_in(self, state: State, block: int) -> list[str]:
-        """Of one block, as far as it is filled."""
+        """Return the words in the filled slots of a block."""
         tokens: Iterable[int] = state.cached.get(block, ())
         for number in state.device.holders.get(block, ()):
             sequence = state.sequences[number]
@@ -209,7 +214,8 @@ class RetoldRun:
         return [self.words[str(token)] for token in tokens]
 
     def picture(self, title: str, state: State, *, marked: Iterable[int] = (), said: Mapping[int, str] = {}) -> Blocks:
-        """All block tables and the pool at one moment. `marked`: blocks to be seen first; `said`: a word on some."""
+        """Return a picture of all block tables and the pool in one state. `marked` blocks are highlighted. `said` maps
+        blocks to labels."""
         return Blocks(
             title,
             state.block_size,
@@ -226,7 +232,7 @@ class RetoldRun:
 
 
 def entries(sequence: LiveSequence, block_size: int) -> list[Entry]:
-    """Of a sequence's block table."""
+    """Return the entries of a sequence's block table."""
     return [
         Entry(block, min(block_size, sequence.num_computed - logical * block_size))
         for logical, block in enumerate(sequence.table)

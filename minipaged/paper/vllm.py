@@ -1,10 +1,11 @@
-"""vLLM's scheduler in the paper's days, and prompts first: what chunked prefill is compared with.
+"""vLLM's scheduler at the time of the paper, and its later prefill-first scheduler, to compare chunked prefill with.
 
-This engine's steps have prompts and decodes together, as vLLM's had when the paper was written. Soon after, and until
-chunked prefill, a step of vLLM had either: as long as prompts could come in they were computed, whole and alone, and
-those that decode stood still (Sarathi-Serve, OSDI 2024, section 3). Two things make that of this engine: prompts come
-in whole (`WholePrompts`), and a step with both is carried out in two passes, the prompts' first (`PromptsApart`). It is
-kinder than vLLM was in one thing: after each pass of prompts those that decode get a token, even if more wait.
+A step of this engine computes prompts and decodes together, as vLLM's did when the paper was written. Later, until it
+had chunked prefill, a step of vLLM computed either prompts or decodes. As long as prompts could be admitted, it
+computed them whole, and decoding requests stalled (Sarathi-Serve, OSDI 2024, section 3). This engine imitates that in
+two ways. Prompts are admitted whole (`WholePrompts`), and a step with both takes two passes, the prompts' pass first
+(`PromptsApart`). Stalls are shorter than vLLM's were: after each pass of prompts, decoding requests get a token even if
+more prompts wait.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from minipaged.simulation.simulated import SimulatedRunner
 from minipaged.steps import StepInput
 
 WATERMARK = 0.01
-"""Of all blocks, what vLLM's newcomers left free then."""
+"""The share of all blocks that vLLM kept free when it admitted requests, at the time of the paper."""
 
 
 class VLLM(FirstComeFirstServed):
-    """vLLM's policy in the paper's days: this engine's own but for two things. Which way back depends on the number of
-    sequences. And newcomers leave a hundredth of all blocks free (its *watermark*), not one for each sequence that
-    runs: memory is fuller, and preemptions are more."""
+    """vLLM's policy at the time of the paper. It differs from this engine's own in two ways.
+
+    The number of a request's sequences decides between swapping and recomputing. And admission keeps 1 % of all blocks
+    free (the *watermark*) instead of one block for each running sequence. So the memory is fuller, and preemptions are
+    more frequent."""
 
     def __init__(self, *settings: Any, preemption: Way | None) -> None:
         super().__init__(*settings)
@@ -37,7 +40,7 @@ class VLLM(FirstComeFirstServed):
     def admit(
         self, waiting: Sequence[RequestView], running: Sequence[RequestView], num_free: int, tokens_left: int
     ) -> list[str]:
-        """As long as the watermark stays free; but who is alone may have all."""
+        """Admit requests as long as the watermark stays free. If no request runs, all blocks may be used."""
         watermark = int(WATERMARK * self.num_blocks) if running else 0
         return super().admit(waiting, running, num_free - watermark, tokens_left)
 
@@ -46,12 +49,12 @@ class VLLM(FirstComeFirstServed):
 
 
 class WholePrompts(VLLM):
-    """A prompt comes in when a step has tokens for all of it, and so is never computed in pieces."""
+    """A policy that admits a prompt only if the step has enough tokens for all of it, so that no prompt is split."""
 
     def admit(
         self, waiting: Sequence[RequestView], running: Sequence[RequestView], num_free: int, tokens_left: int
     ) -> list[str]:
-        """The first of those that there are blocks for, as far as the tokens reach."""
+        """Admit, of the requests that VLLM would admit, the first ones whose whole prompts fit in the step's tokens."""
         sizes = {request.request_id: request.tokens_to_run for request in waiting}
         whole: list[str] = []
         for name in super().admit(waiting, running, num_free, tokens_left):
@@ -63,14 +66,14 @@ class WholePrompts(VLLM):
 
 
 class PromptsApart(SimulatedRunner):
-    """A step with prompts and decodes takes two passes, each of which reads the weights.
+    """A runner whose steps with both prompts and decodes take two passes. Each pass reads the weights.
 
-    The decodes' pass is the second, and is paid for when the next step begins: so first tokens come out before it. (The
-    tokens of the second come out by one pass too early, which of a whole output is little.)
+    The decodes' pass comes second. Its time is charged at the beginning of the next step, so that first tokens appear
+    before it. The decodes' tokens then appear one pass too early, a small error over a whole output.
     """
 
     owed = 0.0
-    """Seconds, of the latest step's second pass."""
+    """Seconds of the latest step's second pass, still to be charged."""
 
     def step_seconds(self, step: StepInput, rows: Rows) -> float:
         owed, self.owed = self.owed, 0.0

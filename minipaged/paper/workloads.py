@@ -1,12 +1,11 @@
 """The workloads of the paper's evaluation (section 6.1, Fig. 11): lengths of ShareGPT and Alpaca, Poisson arrivals.
 
-Of the lengths the paper prints histograms, one of prompts and one of outputs. How the two pair is not known: here they
-are drawn independently, as far as both together do not exceed the model's 2,048 tokens. Drawn from the same seed, a
-longer trace of "ShareGPT", "Alpaca" or "WMT16" begins as a shorter one does, and one of another rate has the same
-requests closer together. Rounds of conversations, and pairs that are taken apart, are others where more are drawn.
+The paper prints one histogram of prompt lengths and one of output lengths. How they pair is not known. Here they are
+drawn independently, except that no pair exceeds the model's 2,048 tokens. With the same seed, a longer trace of
+"ShareGPT", "Alpaca" or "WMT16" begins with the requests of a shorter one, and a trace at a higher rate has the same
+requests closer together. This is not true of conversations ("chat") and of pairs drawn with `apart`.
 
-Beside them there are real requests, read from files: lengths of ShareGPT in pairs, and the times and lengths of Azure's
-traces.
+Real requests can be read from files: pairs of ShareGPT's lengths, and the times and lengths of Azure's traces.
 """
 
 from __future__ import annotations
@@ -25,38 +24,40 @@ from minipaged.paper import published
 from minipaged.simulation.traces import read_trace
 
 TRANSLATION = {"input": (40, 0.6), "output": (35, 0.6)}
-"""Assumed, of WMT16 English to German in LLaMA's tokens: mean, and standard deviation as a part of it; by a gamma
-distribution. The paper does not say how long its sentences were."""
+"""Assumed gamma distributions of WMT16's lengths, English to German, in LLaMA's tokens: the mean, and the standard
+deviation as a fraction of the mean. The paper does not say how long its sentences were."""
 PREFIX = {"16a": 80, "16b": 341}
-"""Tokens of the prefix that all requests of the panel share: an instruction and one, or five, examples."""
+"""Tokens of the prefix that all requests of the panel share: an instruction with one example (16a) or five (16b)."""
 MAX_MODEL_LEN = 2048
-"""Of OPT, in tokens."""
+"""OPT's longest sequence, in tokens."""
 BLOCK = 4096
-"""Requests that are drawn together, however many are wanted."""
+"""The number of requests that are drawn together. Always the same, so that a longer trace begins like a shorter one."""
 CHAT_PROMPT = 1024
-"""Section 6.4: of a conversation, the last so many tokens are the prompt; and so many are the longest answer."""
+"""The limit of a conversation's prompt, in tokens: longer ones are cut to their last tokens (section 6.4). Answers are
+cut to about as many."""
 CHAT_ENDS = 0.1
-"""Assumed: with this probability the next request begins a new conversation."""
+"""Assumed: the probability that a conversation ends after a round."""
 
 CHAT_PAUSE, MOST_ROUNDS = 20.0, 20
-"""Assumed: mean seconds from an answer to what is said next, exponentially distributed; rounds of a conversation."""
+"""Assumed: the mean pause of a user between an answer and the next round, in seconds (exponentially distributed), and
+the largest number of rounds of a conversation."""
 
 
 @dataclass(frozen=True, slots=True)
 class PaperRequest:
-    """One request."""
+    """One request of a workload."""
 
     seconds: float
-    """When it arrives."""
+    """The time of arrival."""
     prompt_tokens: int
-    """With what it shares with others."""
+    """Tokens of the prompt, including a shared prefix."""
     output_tokens: int
-    """Of each of its sequences: it generates so many, whatever it generates."""
+    """Tokens that each of its sequences generates, whatever their values are."""
 
 
 @cache
 def _lengths(dataset: str, side: str) -> tuple[np.ndarray, np.ndarray]:
-    """Every length that a histogram of Fig. 11 may hold, and the probability of each: even within a bin."""
+    """Return all lengths in the range of a histogram of Fig. 11, and their probabilities, uniform within a bin."""
     first, last, counts = published.histogram(dataset, side)
     edges = np.linspace(first, last, len(counts) + 1)  # [bins + 1]
     lengths = np.arange(int(first), int(last) + 1)  # [lengths]
@@ -67,11 +68,11 @@ def _lengths(dataset: str, side: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def draw_lengths(dataset: str, num: int, rng: np.random.Generator) -> list[tuple[int, int]]:
-    """(prompt, output) of so many requests: of "ShareGPT" or "Alpaca" distributed as in Fig. 11; of "chat" rounds of
-    conversations in ShareGPT's lengths; of "WMT16" by TRANSLATION.
+    """Draw (prompt, output) lengths of `num` requests.
 
-    Pairs that are too long together are not dropped, or long prompts would be rarer than they were: they change their
-    outputs with others.
+    "ShareGPT" and "Alpaca" are distributed as in Fig. 11, "WMT16" as in TRANSLATION. "chat" is rounds of conversations
+    with ShareGPT's lengths. Pairs that are too long together swap their outputs with other pairs. They are not dropped,
+    because that would make long prompts too rare.
     """
     if dataset == "chat":
         return _chat(draw_lengths("ShareGPT", num, rng), rng)
@@ -84,7 +85,7 @@ def draw_lengths(dataset: str, num: int, rng: np.random.Generator) -> list[tuple
 
 
 def _exchange(prompt: np.ndarray, output: np.ndarray, rng: np.random.Generator) -> None:
-    """Outputs of pairs that are too long together change places with others; [requests] each."""
+    """Swap the outputs of pairs that are too long together with other outputs, in place. Both arrays: [requests]."""
     for i in np.flatnonzero(prompt + output >= MAX_MODEL_LEN):
         while prompt[i] + output[i] >= MAX_MODEL_LEN:
             j = rng.integers(len(prompt))
@@ -93,7 +94,8 @@ def _exchange(prompt: np.ndarray, output: np.ndarray, rng: np.random.Generator) 
 
 
 def _chat(rounds: list[tuple[int, int]], rng: np.random.Generator) -> list[tuple[int, int]]:
-    """Each round's prompt has the rounds before it, cut to its last tokens."""
+    """Make conversations of these rounds. A round's prompt contains the earlier rounds, cut to the last CHAT_PROMPT
+    tokens."""
     history, found = 0, []
     for (prompt, output), ends in zip(rounds, rng.random(len(rounds)) < CHAT_ENDS, strict=True):
         answer = min(output, MAX_MODEL_LEN - CHAT_PROMPT - 8)
@@ -113,17 +115,17 @@ def _draw(dataset: str, side: str, num: int, rng: np.random.Generator) -> np.nda
 
 
 Draw = Callable[[int, np.random.Generator], Sequence[tuple[int, int]]]
-"""(prompt, output) of so many requests."""
+"""A function that draws (prompt, output) lengths of the given number of requests."""
 
 
 def arrivals(dataset: str, rate: float, seconds: float, seed: int, prefix: int = 0) -> list[PaperRequest]:
-    """Requests of a dataset that arrive at random, `rate` a second on average, for so many seconds. `prefix`: tokens
-    before each prompt."""
+    """Draw requests of a dataset with Poisson arrivals: `rate` per second, during `seconds`. Each prompt gets `prefix`
+    additional tokens."""
     return poisson(partial(draw_lengths, dataset), rate, seconds, seed, prefix)
 
 
 def poisson(draw: Draw, rate: float, seconds: float, seed: int, prefix: int = 0) -> list[PaperRequest]:
-    """The same with any lengths."""
+    """Draw requests with Poisson arrivals like `arrivals`, with lengths from `draw`."""
     lengths, gaps = (np.random.default_rng((seed, stream)) for stream in range(2))
     expected = round(rate * seconds)
     num = expected + 10 * round(expected**0.5) + 10
@@ -134,18 +136,20 @@ def poisson(draw: Draw, rate: float, seconds: float, seed: int, prefix: int = 0)
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Of a conversation: what is said, and answered."""
+    """One round of a conversation: a user's message and the answer."""
 
     pause: float
-    """Seconds from the answer before it; of the first round, from 0."""
+    """Seconds since the previous answer. For the first round, seconds since time 0."""
     said_tokens: int
+    """Tokens of the user's message."""
     answer_tokens: int
 
 
 def conversations(rate: float, seconds: float, seed: int) -> list[list[Round]]:
-    """Conversations that begin at random, `rate` a second, in ShareGPT's lengths. The prompt of a round is all that was
-    said and answered before, and what is said now; the conversation ends by CHAT_ENDS, or where the next round would
-    not fit the model."""
+    """Draw conversations that begin as a Poisson process, `rate` per second, with ShareGPT's lengths.
+
+    A round's prompt is all earlier messages and answers, and the new message. After each round the conversation ends
+    with probability CHAT_ENDS. It also ends after MOST_ROUNDS, or if the next round would not fit the model."""
     rng = np.random.default_rng((seed, 4))
     begin = arrivals("ShareGPT", rate, seconds, seed)
     more = iter(draw_lengths("ShareGPT", MOST_ROUNDS * len(begin), rng))
@@ -166,17 +170,18 @@ def conversations(rate: float, seconds: float, seed: int) -> list[list[Round]]:
 # --- Real requests, from files --------------------------------------------------------------------
 
 SHAREGPT_COLUMNS = "num_prefill_tokens", "num_decode_tokens"
-"""As in Sarathi-Serve's file of ShareGPT's lengths (microsoft/sarathi-serve, Agrawal et al., OSDI 2024)."""
+"""Column names of Sarathi-Serve's file of ShareGPT's lengths (microsoft/sarathi-serve, Agrawal et al., OSDI 2024)."""
 
 
 def azure(path: Path) -> list[PaperRequest]:
-    """An Azure LLM inference trace, as `traces.read_trace` reads it."""
+    """Read an Azure LLM inference trace with `traces.read_trace`."""
     return [PaperRequest(one.seconds, one.context_tokens, one.generated_tokens) for one in read_trace(path)]
 
 
 def sharegpt(path: Path) -> list[PaperRequest]:
-    """Pairs of lengths, one a line of a CSV file (compressed or not) with SHAREGPT_COLUMNS; they arrive at no time of
-    their own: 0. Raises InvalidRequest for what is no such file."""
+    """Read pairs of lengths from the SHAREGPT_COLUMNS of a CSV file, which may be gzipped. All arrival times are 0.
+
+    Raises InvalidRequest if it is no such file."""
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
             found = [
@@ -195,8 +200,8 @@ def sharegpt(path: Path) -> list[PaperRequest]:
 
 
 def that_fit(asked: Sequence[PaperRequest]) -> list[PaperRequest]:
-    """Those that the model can hold. The others are left out and not cut: a cut request is one that nobody sent. Raises
-    InvalidRequest where none is left."""
+    """Return the requests that fit in the model's context. The others are left out. Cutting them would make requests
+    that no user sent. Raises InvalidRequest if none is left."""
     found = [one for one in asked if one.prompt_tokens + one.output_tokens < MAX_MODEL_LEN]
     if not found:
         raise InvalidRequest(f"all requests have {MAX_MODEL_LEN:,} tokens or more, which the model cannot hold")
@@ -206,8 +211,8 @@ def that_fit(asked: Sequence[PaperRequest]) -> list[PaperRequest]:
 def draw_pairs(
     asked: Sequence[PaperRequest], num: int, rng: np.random.Generator, *, apart: bool = False
 ) -> list[tuple[int, int]]:
-    """(prompt, output) of so many of these requests, drawn with replacement. `apart`: each output goes with the prompt
-    of another one, as where only histograms are known."""
+    """Draw (prompt, output) lengths of `num` of these requests, with replacement. With `apart`, outputs are paired with
+    prompts at random, as if only histograms were known."""
     chosen = [asked[i] for i in rng.integers(len(asked), size=num)]
     prompt, output = (
         np.array([getattr(one, side) for one in chosen], int) for side in ("prompt_tokens", "output_tokens")
@@ -219,22 +224,23 @@ def draw_pairs(
 
 
 def at_rate(asked: Sequence[PaperRequest], rate: float) -> list[PaperRequest]:
-    """A trace by a slower or a faster clock, so that `rate` requests a second come on average. Its bursts stay as they
-    are, in requests, and last longer or less long. Raises InvalidRequest where all came at one time."""
+    """Stretch or compress a trace's times so that `rate` requests arrive per second on average. A burst keeps its
+    requests, but its duration changes. Raises InvalidRequest if all requests arrive at the same time."""
     if asked[-1].seconds == 0:
-        raise InvalidRequest("a trace has requests at different times, and in this one all came at once")
+        raise InvalidRequest("all requests of this trace arrive at the same time; use a trace with different times")
     pace = len(asked) / asked[-1].seconds / rate
     return [replace(one, seconds=one.seconds * pace) for one in asked]
 
 
 def at_random(asked: Sequence[PaperRequest], seed: int) -> list[PaperRequest]:
-    """As many requests in the same time, but at random: a Poisson process of which one knows how many came."""
+    """Draw new arrival times for the requests, uniform over the trace's duration: a Poisson process with a known number
+    of arrivals."""
     rng = np.random.default_rng((seed, 2))
     times = np.sort(rng.uniform(0, asked[-1].seconds, len(asked))).tolist()  # [requests] seconds
     return [replace(one, seconds=time) for one, time in zip(asked, times, strict=True)]
 
 
 def in_any_order(asked: Sequence[PaperRequest], seed: int) -> list[PaperRequest]:
-    """The same requests at the same times, but who comes when is drawn."""
+    """Shuffle the requests among the trace's arrival times."""
     others = np.random.default_rng((seed, 3)).permutation(len(asked)).tolist()  # [requests]
     return [replace(asked[other], seconds=one.seconds) for one, other in zip(asked, others, strict=True)]

@@ -282,9 +282,9 @@ def test_the_list_says_which_results_cannot_be_used_and_goes_on(kept: Path) -> N
     rows = minipaged("list", "--output", str(kept)).splitlines()
     told = dict(zip(FIGURES, (row.rstrip() for row in rows), strict=True))
     assert told["12a"].endswith("1 hold, 1 fail, 1 not judged (quick)")
-    assert told["12b"].endswith("made by minipaged 0.0.1; to be made again")
-    assert told["12c"].endswith("no whole result; to be made again")
-    assert told["12d"].endswith("cannot be read: Is a directory; to be made again")
+    assert told["12b"].endswith("made by minipaged 0.0.1; run it again")
+    assert told["12c"].endswith("incomplete result; run it again")
+    assert told["12d"].endswith("cannot be read: Is a directory; run it again")
     assert told["12e"].endswith("not run")
 
 
@@ -363,7 +363,7 @@ def test_who_interrupts_is_told_what_is_kept(
     monkeypatch.setattr(commands, "run_figure", interrupted)
     with pytest.raises(KeyboardInterrupt):
         commands.run_figures(["table1"], quick=True, seed=0, processes=1, output=tmp_path)
-    assert f"What has ended of table1 is kept in {tmp_path}" in capsys.readouterr().err
+    assert f"The finished jobs of table1 are kept in {tmp_path}" in capsys.readouterr().err
 
 
 def test_what_came_out_is_counted_in_a_sentence() -> None:

@@ -516,7 +516,7 @@ def test_blocks_of_one_piece_and_a_faster_link_make_swapping_cheaper() -> None:
 
 
 def test_a_trace_without_a_request_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match=r"no request comes in 1 s at 0\.001 a second"):
+    with pytest.raises(InvalidRequest, match=r"no request arrives within 1 s at 0\.001 requests/s"):
         ServingSetup("vLLM", "OPT-13B", "Alpaca", 0.001, 1.0).run()
 
 

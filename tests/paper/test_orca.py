@@ -256,7 +256,7 @@ def test_who_outgrows_a_chunk_is_told_and_not_served_for_nothing() -> None:
     table = chunk.Chunk(16, buddies)
     table.take(buddies.take(2))
     table.append(32)
-    with pytest.raises(InvalidRequest, match="32 tokens outgrows its chunk of 32: expect more"):
+    with pytest.raises(InvalidRequest, match="32 tokens outgrows its chunk of 32: give it a larger est"):
         table.append(1)
     assert table.num_tokens == 32
 

@@ -92,7 +92,7 @@ def test_a_slowed_trace_keeps_its_bursts() -> None:
     asked = [PaperRequest(seconds, 8, 8) for seconds in (0.0, 0.1, 0.2, 8.0)]
     slow = at_rate(asked, 0.25)
     assert [one.seconds for one in slow] == pytest.approx([0.0, 0.2, 0.4, 16.0])
-    with pytest.raises(InvalidRequest, match="at once"):
+    with pytest.raises(InvalidRequest, match="arrive at the same time"):
         at_rate(asked[:1], 1.0)
 
 
@@ -204,7 +204,7 @@ def test_the_ceilings_of_prefix_caching_are_told_and_not_judged(prompts: Path, t
 def test_a_trace_that_is_cut_off_or_empty_is_refused(prompts: Path) -> None:
     path = prompts / PrefixCaching.files[0]
     path.write_bytes(path.read_bytes()[:-12])
-    with pytest.raises(InvalidRequest, match="ends early, or is no text, after line 4; fetch it again"):
+    with pytest.raises(InvalidRequest, match="is cut off or not text after line 4; download it again"):
         CachedTrace(str(path), 0).run()
     path.write_bytes(gzip.compress(b""))
     with pytest.raises(InvalidRequest, match="has no requests"):
@@ -215,5 +215,5 @@ def test_a_trace_that_is_cut_off_or_empty_is_refused(prompts: Path) -> None:
 def test_what_is_no_trace_of_prefixes_is_refused(line: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(line + "\n")
-    with pytest.raises(InvalidRequest, match=r"trace\.jsonl, line 1: no JSON object with hash_ids and input_length"):
+    with pytest.raises(InvalidRequest, match=r"trace\.jsonl, line 1 is not a JSON object with hash_ids and input_len"):
         CachedTrace(str(path), 0).run()

@@ -352,11 +352,11 @@ def test_a_figure_of_a_checkout_counts_in_a_checkout_of_the_same_code_alone(
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (WHOLE, r"12a\.json was made by minipaged 0\.0\.1, and this is .* make it again: minipaged paper run 12a"),
-        ('{"figure": "12', r"12a\.json is no whole result of a figure; remove it, or make it again: minipaged paper"),
-        ([1, 2], "is no whole result"),
-        ({"figure": "12a"}, "is no whole result"),
-        ({**WHOLE, "checks": [{"what": "vLLM", "paper": 1.0}]}, "is no whole result"),
+        (WHOLE, r"12a\.json was made by minipaged 0\.0\.1, and this is .* run it again: minipaged paper run 12a"),
+        ('{"figure": "12', r"12a\.json is not a complete result of a figure; remove it, or run it again: minipaged p"),
+        ([1, 2], "is not a complete result"),
+        ({"figure": "12a"}, "is not a complete result"),
+        ({**WHOLE, "checks": [{"what": "vLLM", "paper": 1.0}]}, "is not a complete result"),
     ],
     ids=["another version", "cut off", "a list", "a part", "a part of a check"],
 )

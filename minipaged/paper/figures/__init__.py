@@ -1,4 +1,4 @@
-"""The figures, one file for each kind. `FIGURES` has them by name, in the paper's order."""
+"""The figures, with one file for each kind. `FIGURES` maps names to figures, in the paper's order."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What came after the paper, on the same machines: chunked prefill against prompts first, other orders of service, K/V
-in 8 bits, and recomputing against swapping where a block is one piece of memory.
+"""Techniques that came after the paper, on the same simulated machines: chunked prefill against prefill-first steps,
+other orders of service, K/V in 8 bits, and recomputing against swapping if a block is one piece of memory.
 
-There are no curves of the paper to be met here. What others have published is named in each figure's notes, where their
-setting is near enough to be compared.
+The paper has no curves to compare with here. A figure's notes name results that others have published, if their setting
+is similar enough.
 """
 
 from __future__ import annotations
@@ -25,40 +25,43 @@ QUICK_SECONDS, SECONDS = 200.0, 1200.0
 # --- Chunked prefill ------------------------------------------------------------------------------
 
 OBJECTIVES = {"quick start": (0.5, 0.20), "balanced": (1.0, 0.15), "even pace": (4.0, 0.125)}
-"""Assumed: most seconds to the first token, and for each one after it on average. A request has to keep to both."""
+"""Assumed objectives: the limits on seconds to the first token, and on mean seconds per token after it. A request must
+meet both."""
 MISSED = 0.1
-"""Assumed: so large a share of the requests may miss one of them."""
+"""Assumed: the share of requests that may miss an objective."""
 STALL = 0.3
-"""Assumed: seconds between two tokens that a reader takes for a stall; a hundredth of them may be longer."""
+"""Assumed: seconds between two tokens that a reader notices as a stall. 1 % of the times between tokens may be longer.
+"""
 
 
 def share_met(each: Sequence[tuple[float, float]], first: float, after: float) -> float:
-    """Of requests, each with its seconds to the first token and for each one after it, those within both limits."""
+    """Return the share of requests within both limits. `each` has their times to first token and times per token."""
     return sum(seconds <= first and pace <= after for seconds, pace in each) / len(each)
 
 
 class ChunkedPrefill(Figure):
-    """Goodput, the highest rate at which nine of ten requests keep to two objectives: chunks against whole prompts."""
+    """Goodput of chunked prefill and of whole prompts: the highest rate at which 9 of 10 requests meet objectives."""
 
     name = "beyond/chunked-prefill"
     title = "Chunked prefill against prompts first: goodput (ShareGPT, OPT-175B)"
     section = "beyond"
     look = (
-        "No size of chunks is the best for everybody. Small ones keep the pace of those that decode, and let a prompt "
-        "wait for many steps; where first tokens have to be quick, large ones win. Prompts first, in steps of their "
-        "own, is near them there, and far behind where the pace counts: each such step reads all weights once more "
-        "beside the decodes'. Plainest it is in the slowest hundredth of the times between two tokens, of which means "
-        "say nothing: smaller chunks, shorter stalls, and with prompts first those who decode wait for whole prompts."
+        "No chunk size is best for every goal. Small chunks keep decoding fast, but a prompt then takes many steps. "
+        "If the first token must come quickly, large chunks win. Prefill-first steps are close to them there, but "
+        "far behind where the time per token counts: each such step reads all weights once more, in addition to the "
+        "decodes' step. The difference is largest in the slowest 1 % of the times between two tokens, which means do "
+        "not show. Smaller chunks have shorter stalls. With prompts first, decoding requests wait for whole prompts."
     )
     change_it = (
         "Serve OPT-13B, whose steps are short (`MODEL`, and `RATES` from 0.5 to 2): what is left to choose?",
-        "Allow one request in a hundred to miss (`MISSED`): which of the five loses most?",
-        "Let only the prompts be whole (`WholePrompts` on a `SimulatedRunner`): how much of the loss was that?",
+        "Allow only 1 % of the requests to miss (`MISSED`): which of the five loses most?",
+        "Keep prompts whole, but run one pass per step (`WholePrompts` on a `SimulatedRunner`): how much of the loss "
+        "remains?",
     )
     MODEL, DATASET = "OPT-175B", "ShareGPT"
     RATES = (1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5)
     AT = 2.0
-    """At this rate the two times are drawn."""
+    """The rate of the bar charts."""
     KINDS: Mapping[str, tuple[str, int]] = {
         "chunks of 128": ("", 128),
         "chunks of 256": ("", 256),
@@ -66,7 +69,7 @@ class ChunkedPrefill(Figure):
         "chunks of 2,048": ("", 2048),
         "prompts first": (PREFILL_FIRST, BATCH_TOKENS),
     }
-    """Name -> (policy, most tokens of a step)."""
+    """Name -> (policy, limit of tokens per step)."""
 
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
         seconds = QUICK_SECONDS / 4 if quick else SECONDS / 2
@@ -120,23 +123,23 @@ class ChunkedPrefill(Figure):
         return FigureResult(plots, checks, notes=self._notes(slowest))
 
     def _notes(self, slowest: Mapping[str, Sequence[published.Point]]) -> list[str]:
-        """`slowest`: what 99 % of the times between tokens do not exceed, by rate."""
+        """Return the figure's notes. `slowest` is the 99th percentile of the times between tokens, by rate."""
         return [
-            f"Goodput: the rate up to which no more than {MISSED:.0%} of the requests miss an objective. The "
+            f"Goodput is the rate up to which no more than {MISSED:.0%} of the requests miss an objective. The "
             "objectives are assumed, and were chosen after first runs. No number: more miss it at the lowest rate.",
             "Prompts first (prefill-prioritizing) is this engine's step in two passes, the prompts' and the "
-            f"decodes', with at most {BATCH_TOKENS:,} tokens; prompts come in whole, which by itself costs "
-            "nothing: what costs is reading the weights twice. vLLM of then let several steps of prompts pass "
-            "before those that decode got a token: here they get one after each, so stalls were longer then.",
-            "Between two tokens: of all that any request got, one after the other. The longest are of requests "
-            "that were preempted, where there were any.",
-            f"No more than 1 % of them are longer than {STALL:g} s (assumed, after first runs): {up_to(slowest)}. "
-            "Sarathi-Serve's 2.6 and 3.7 times (Mistral-7B, Yi-34B) are of such rates, each under a limit of its "
-            "own, with other models and prompts: they are not compared.",
+            f"decodes', with at most {BATCH_TOKENS:,} tokens. Prompts are admitted whole, which by itself costs "
+            "nothing. The cost is that weights are read twice. vLLM at that time ran several steps of prompts "
+            "before decoding requests got a token. Here they get one after each, so vLLM's stalls were longer.",
+            "Times between two tokens are of all successive tokens of all requests. The longest times belong to "
+            "preempted requests, if there were any.",
+            f"No more than 1 % of these times are longer than {STALL:g} s (assumed, after first runs): "
+            f"{up_to(slowest)}. Sarathi-Serve reports gains of 2.6 and 3.7 times in such rates (Mistral-7B, Yi-34B). "
+            "Its limits, models and prompts differ, so they are not compared.",
         ]
 
     def _bars(self, results: Sequence[Mapping[str, Any]]) -> list[Plot]:
-        """Three times at one rate, of each kind."""
+        """Return bar charts of three kinds of times at the rate AT, with a group of bars for each of KINDS."""
         groups = [name.removeprefix("chunks of ") for name in self.KINDS]
         between = [{**one["between"]["percentiles"], "longest": one["between"]["longest"]} for one in results]
         most = {"median": "p50", "90 %": "p90"}
@@ -147,13 +150,13 @@ class ChunkedPrefill(Figure):
             ("time between two tokens", between, {"median": "p50", "99 %": "p99", "longest": "longest"}),
         ):
             lines = [Line(label, OURS, list(enumerate(time[key] for time in times))) for label, key in bars.items()]
-            slow = title != "time per output token"  # some of them by far
+            slow = title != "time per output token"  # these times differ by orders of magnitude
             plots.append(Plot(f"{title} at {self.AT:g} requests/s", "", "s", lines, groups=groups, log_y=slow))
         return plots
 
 
 def up_to(slowest: Mapping[str, Sequence[published.Point]]) -> str:
-    """Up to which rate each stays within STALL."""
+    """Return a text with the rate up to which each line stays within STALL."""
 
     def rate(line: Sequence[published.Point]) -> str:
         if line[0][1] > STALL:
@@ -167,25 +170,26 @@ def up_to(slowest: Mapping[str, Sequence[published.Point]]) -> str:
 # --- Orders of service ----------------------------------------------------------------------------
 
 URGENT = 0.2
-"""Assumed: so large a share of the requests has priority, one step of it (`PriorityFirst.PLACES` places)."""
+"""Assumed: the share of requests with priority, which is one step of it (`PriorityFirst.PLACES` places)."""
 
 
 class OrdersOfService(Figure):
-    """First come first served, the shortest first, and by priority, through the policy door."""
+    """Latency of three of the engine's policies: first come first served, shortest first, and priority."""
 
     name = "beyond/policies"
     title = "Orders of service: mean latency against rate (ShareGPT, OPT-13B)"
     section = "beyond"
     look = (
-        "While nothing waits the order makes no difference. Beyond the knee the shortest first brings the mean down, "
-        "up to 2.7 times, at the cost of the longest: the 99 % wait more than twice as long, though the wait has a "
-        "limit (`PLACES`). Priority leaves the mean where it was and only says who waits: at the highest rate the "
-        "urgent take three fifths of the time, and the others, who are four times as many, a tenth more."
+        "While nothing waits, the order makes no difference. Beyond the knee, shortest-first lowers the mean latency "
+        "by a factor of up to 2.7. The longest requests pay for it: the 99th percentile more than doubles, although "
+        "the wait is limited (`PLACES`). Priority leaves the mean unchanged and only decides which requests wait. At "
+        "the highest rate, urgent requests take three fifths of the time. The others, which are four times as many, "
+        "take a tenth more."
     )
     change_it = (
-        "Let PLACES be 0.1 in `ShortestFirst`: how much of the gain is left, and who waits longest now?",
-        "Estimate lengths by a power of two (`estimate`): what does it cost not to know?",
-        "Give priority to four of five (`URGENT`): what is it still worth to them, and who pays?",
+        "Set PLACES to 0.1 in `ShortestFirst`: how much of the gain is left, and which requests wait longest now?",
+        "Estimate lengths by a power of two (`estimate`): what does it cost not to know them exactly?",
+        "Give priority to four of five requests (`URGENT`): what do they still gain, and which requests pay for it?",
     )
     RATES = (1.5, 1.75, 1.9, 2.0, 2.1)
     POLICIES = ("fcfs", "shortest-first", "priority")
@@ -256,10 +260,10 @@ class OrdersOfService(Figure):
             plots,
             checks,
             notes=[
-                "Learning-to-rank schedulers come close to the shortest job first without knowing lengths; of them 2.8 "
-                "times lower latency of a chatbot is published. Here lengths are known, as in a trace.",
-                f"Assumed: {URGENT:.0%} of the requests, drawn at random, have priority. By the other policies the "
-                "same two classes are counted, and differ by chance alone.",
+                "Learning-to-rank schedulers come close to shortest-first without knowing lengths. A published one "
+                "lowers the latency of a chatbot by a factor of 2.8. Here lengths are known, as in a trace.",
+                f"Assumed: {URGENT:.0%} of the requests, drawn at random, have priority. With the other policies the "
+                "same two classes are measured, and differ only by chance.",
             ],
         )
 
@@ -268,16 +272,17 @@ class OrdersOfService(Figure):
 
 
 class EightBits(Figure):
-    """Keys and values in 8 bits: the same memory holds twice the blocks, and attention reads half the bytes."""
+    """Keys and values in 8 bits: the memory holds twice as many blocks, and attention reads half the bytes."""
 
     name = "beyond/kv-8-bits"
     title = "K and V in 8 bits: normalized latency against rate (ShareGPT, OPT-13B)"
     section = "beyond"
-    look = "Twice the blocks do not give twice the rate: with more rows in it a step takes longer."
+    look = "Twice the blocks do not double the rate, because a step with more rows takes longer."
     change_it = (
-        "Only half the bytes, not twice the blocks (`kv_memory_bytes` halved): how much of the gain was reading?",
-        "The same for OPT-175B (`model`, and lower `RATES`), which has 60 thousand slots already: does it gain less?",
-        "Four bits (a line of `RATES`, which go on to 5): is there still a gain?",
+        "Halve the bytes but keep the number of blocks (`kv_memory_bytes` halved): how much of the gain comes from "
+        "reading less?",
+        "Serve OPT-175B (`model`, and lower `RATES`), which already has 60 thousand slots: does it gain less?",
+        "Use 4 bits (another line of `RATES`, with rates up to 5): is there still a gain?",
     )
     RATES: Mapping[int, tuple[float, ...]] = {
         16: (1.5, 1.75, 1.9, 2.0, 2.2),
@@ -313,28 +318,30 @@ class EightBits(Figure):
 # --- Swap or recompute ----------------------------------------------------------------------------
 
 FASTER = 2.0
-"""Assumed: a link of 25 GB/s, twice the paper's. (A PCIe 4.0 link of 16 lanes has 32 by its data sheet.)"""
+"""Assumed: a link of 25 GB/s, twice the speed of the paper's. (A PCIe 4.0 link of 16 lanes has 32 by its data sheet.)
+"""
 
 
 class OnePiece(Figure):
-    """Swapping against recomputing where a block is one piece of memory, and where it is 80 (as in Fig. 19)."""
+    """Swapping against recomputing, with blocks of one piece of memory and with blocks of 80 pieces (as in Fig. 19)."""
 
     name = "beyond/swap-or-recompute"
     title = "Swap or recompute, blocks in one piece and in 80 (OPT-13B)"
     section = "beyond"
     look = (
-        "In Fig. 19 small blocks are poor at swapping, because each is 80 copies of a few kilobytes. A block that is "
-        "one piece of memory takes the link's time and hardly more, whatever its size. In the runs that alone makes "
-        "the steep end of the curve flat. On the paper's link swapping never wins, in one piece or in 80. On one twice "
-        "as fast blocks in 80 pieces win from 16 to 128 tokens, and blocks in one piece from 1 to 128."
+        "In Fig. 19, swapping small blocks is slow, because each block takes 80 copies of a few kilobytes. A block "
+        "that is one piece of memory takes little more than the link's time, whatever its size. In the runs this "
+        "alone makes the steep end of the curve flat. On the paper's link swapping never wins, with one piece or "
+        "with 80. On a link twice as fast, blocks in 80 pieces win from 16 to 128 tokens, and blocks in one piece "
+        "from 1 to 128."
     )
     change_it = (
-        "A link of 50 GB/s (`FASTER`): up to which block size is recomputing never the cheaper way?",
+        "Use a link of 50 GB/s (`FASTER`): up to which block size is recomputing never cheaper?",
         "Raise the rate by a tenth (`RATES` in figures/block_sizes.py): do more preemptions move the crossover?",
-        "Two machines' worth of arithmetic (`KERNELS` in paper/machines.py): where do the lines cross?",
+        "Double the arithmetic (`KERNELS` in paper/machines.py): where do the lines cross?",
     )
     TOKENS = 256
-    """Of the sequence in the first plot, as in Fig. 19a."""
+    """Tokens of the sequence in the first plot, as in Fig. 19a."""
     LINKS: Mapping[str, float] = {"the paper's link": 1.0, f"a link {FASTER:g} times as fast": FASTER}
     PIECES: Mapping[str, bool] = {"80 pieces": False, "one piece": True}
 
@@ -381,12 +388,12 @@ class OnePiece(Figure):
             checks,
             notes=[
                 f"The trace is that of Fig. 19b, {RATES['ShareGPT']:g} requests/s. {NOT_SIMULATED}",
-                "Where a line is below recomputing from the first block size on, or never, there is no crossover.",
+                "A line that is below recomputing from the first block size on, or never, has no crossover.",
             ],
         )
 
     def _one_sequence(self) -> Plot:
-        """What both ways cost it, by the machine: no run."""
+        """Return a plot of the costs of swapping and recomputing one sequence, computed from the machine."""
         here = machine("OPT-13B")
         lines = []
         for label, one_piece in self.PIECES.items():

@@ -1,4 +1,4 @@
-"""What Figs. 18b and 19b share: one trace served with blocks of 1 to 256 tokens."""
+"""The shared parts of Figs. 18b and 19b: one trace served with blocks of 1 to 256 tokens."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from minipaged.scheduling import Way
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MODEL = "OPT-13B"
 RATES = {"ShareGPT": 1.65, "Alpaca": 34.0}
-"""Requests a second. The paper does not give them: with these, blocks of 16 come to about its heights."""
+"""Requests per second. The paper does not give its rates. At these, blocks of 16 have about the paper's latencies."""
 SECONDS, QUICK_SECONDS = {"ShareGPT": 900.0, "Alpaca": 150.0}, {"ShareGPT": 150.0, "Alpaca": 40.0}
-"""Of traces. Where a curve is above its knee it rises with the length of the trace, which the paper does not give."""
+"""Durations of the traces. Above the knee, latency grows with the duration. The paper does not give its durations."""
 LONG = 2.0
-"""Times the latency with blocks of 16 that is too long."""
+"""A block size is bad if its latency exceeds this multiple of the latency with blocks of 16."""
 NOT_SIMULATED = (
-    "A simulated step reads K and V at one speed whatever the blocks are. On the paper's GPU small blocks are slow to "
-    "read (its kernel goes block by block): that is what its curves show below 16, and ours cannot."
+    "A simulated step reads K and V at the same speed for all block sizes. On the paper's GPU small blocks are slow "
+    "to read, because its kernel reads block by block. This is why its curves rise below 16, which ours cannot show."
 )
 
 
 def trace(dataset: str, block_size: int, *, quick: bool, seed: int, preemption: Way | None = None) -> ServingSetup:
-    """The same requests for each block size."""
+    """Return the job for one block size. All block sizes get the same requests."""
     seconds = (QUICK_SECONDS if quick else SECONDS)[dataset]
     return ServingSetup(
         "vLLM", MODEL, dataset, RATES[dataset], seconds, seed, block_size=block_size, preemption=preemption
@@ -32,12 +32,12 @@ def trace(dataset: str, block_size: int, *, quick: bool, seed: int, preemption: 
 
 
 def best(latencies: Sequence[float]) -> float:
-    """log2 of the block size with the least of these."""
+    """Return log2 of the block size with the lowest latency."""
     return log2(BLOCK_SIZES[min(range(len(BLOCK_SIZES)), key=lambda i: latencies[i])])
 
 
 def good(latencies: Sequence[float]) -> tuple[float, float]:
-    """log2 of the smallest and of the largest block size around 16 with which latency is not LONG."""
+    """Return log2 of the smallest and the largest block size of the range around 16 in which no latency is too LONG."""
     at = BLOCK_SIZES.index(16)
     first = last = at
     while first > 0 and latencies[first - 1] <= LONG * latencies[at]:
@@ -48,8 +48,8 @@ def good(latencies: Sequence[float]) -> tuple[float, float]:
 
 
 def crossover(above: Sequence[float], below: Sequence[float]) -> float | None:
-    """log2 of the block size at which the first comes to be less than the second, by straight lines between sizes; None
-    where it never comes to be."""
+    """Return log2 of the block size at which the line `above` falls below the line `below`, or None if it never does.
+    Points are joined linearly."""
     apart = [a - b for a, b in zip(above, below, strict=True)]
     for size, (before, after) in zip(BLOCK_SIZES, pairwise(apart), strict=False):
         if before > 0 >= after:

@@ -1,8 +1,8 @@
-"""No figure of the paper: what its machines were calibrated by, and how well the law of a step meets it.
+"""The data that calibrated the simulated machines, and the fit of the cost model to it. Not a figure of the paper.
 
-Two things were fitted (`paper/calibration.py`): measured kernels, which say how fast weights are read and prompts are
-computed (a part of them is drawn here), and the flat points of Figs. 12 and 16, which say the rest. What swapping costs
-is by Fig. 19a, and what further sequences of a request cost by Fig. 14: there those are drawn.
+The model was fitted to two kinds of data (`paper/calibration.py`). Measured kernels give the speeds of reading weights
+and of computing prompts; some of them are drawn here. The flat points of Figs. 12 and 16 give the other speeds. The
+cost of swapping is fitted to Fig. 19a, and the cost of a request's further sequences to Fig. 14; see there.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from minipaged.paper.figure import Check, Figure, FigureResult, Job, Line, Plot
 from minipaged.paper.machines import A100_80, A100_FLOPS, SETTINGS, kernels_anew, machine, points_of
 
 TOLERANCE = 4.0
-"""Percent by which the law may miss half of what it was fitted to. It was, so this is no prediction."""
+"""Tolerance of the model's median error, in percent. The model was fitted to this data, so this is no prediction."""
 DECODE_ROWS = (1, 8, 32, 64, 128, 256)
-"""Of the measured steps that decode, those that are drawn;"""
+"""The numbers of rows of the decode steps that are drawn."""
 BESIDE_PROMPTS = ((0, 0), (8, 512), (32, 512), (128, 512))
-"""of those with a prompt, (rows that decode, context of each)."""
+"""The steps with a prompt that are drawn: (rows that decode, context of each)."""
 NUM_RATES = 40
-"""Points of a curve."""
+"""The number of points of a curve."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCalibration:
-    """Fit the law to the measured steps."""
+    """A job that fits the cost model to the measured steps."""
 
     def run(self) -> KernelFit:
-        """By the same search as the one that found `machines.KERNELS`."""
+        """Fit it, with the search that found `machines.KERNELS`."""
         found = kernels_anew()
         return KernelFit(
             seconds=[step.by(found) for step in measured_steps()],
@@ -47,26 +47,27 @@ class KernelCalibration:
 
 @dataclass(frozen=True, slots=True)
 class KernelFit:
-    """What the law comes to, and its speeds."""
+    """The cost model fitted to measured steps."""
 
     seconds: Sequence[float]
-    """By the law, of each of `measured_steps()`."""
+    """The model's duration of each of `measured_steps()`."""
     weights: float
-    """Shares of the data sheet's memory speed,"""
+    """Speed of reading weights, as a share of the data sheet's memory speed."""
     kv: float
+    """Speed of reading K and V, as a share of the data sheet's memory speed."""
     arithmetic: float
-    """and of its arithmetic."""
+    """Speed of computing, as a share of the data sheet's arithmetic."""
     seconds_per_row: float
 
 
 @dataclass(frozen=True, slots=True)
 class FlatPoints:
-    """Compute by the law what one machine's flat points should be."""
+    """A job that computes the latencies at one machine's flat points by the cost model."""
 
     model: str
 
     def run(self) -> FlatFit:
-        """With the speeds that all figures use."""
+        """Compute them, with the speeds that all figures use."""
         made, points = machine(self.model), points_of(self.model)
         means = {point.dataset: Means.of(point.dataset) for point in points}
 
@@ -83,37 +84,38 @@ class FlatPoints:
 
 
 def curve_of(point: FlatPoint) -> str:
-    """The curve of the law that a flat point belongs to."""
+    """Return the label of the model's curve that a flat point belongs to."""
     return f"Fig. {point.panel}{', prefix kept' if point.cached else ''}"
 
 
 @dataclass(frozen=True, slots=True)
 class FlatFit:
-    """What they are by the law."""
+    """Latencies of one machine by the cost model."""
 
     latencies: Sequence[float]
-    """Seconds a token, of each of `points_of(model)`."""
+    """Seconds per token at each of `points_of(model)`."""
     curves: Mapping[str, Sequence[published.Point]]
-    """The law between them: one for each panel, and for vLLM's requests whose prefix is kept."""
+    """The model's curves between these points: one for each panel, and another for vLLM with a cached prefix."""
 
 
 class Calibration(Figure):
-    """Two plots of measured kernels, and one for each machine's flat points."""
+    """Two plots of measured kernels, and a plot of each machine's flat points."""
 
     name = "calibration"
     title = "What the machines are calibrated by"
     section = "beyond"
     look = (
-        "The law was fitted to these points, so that it is near most of them proves little. Look at where it is not. "
-        "Prompts of 128 tokens take longer than reading the weights and longer than computing: kernels do not do both "
-        "at once as well as a maximum says. And of OPT-175B the law is too fast in Fig. 12f and right in Fig. 12c: "
-        "no three speeds were found that come nearer to both."
+        "The law is the cost model of a step. It was fitted to these points, so being close to most of them proves "
+        "little. Look at where it is not close. Prompts of 128 tokens take longer than reading the weights, and "
+        "longer than computing: kernels do not overlap both as perfectly as a maximum assumes. For OPT-175B the law "
+        "is too fast in Fig. 12f and right in Fig. 12c. No three speeds were found that fit both better."
     )
     change_it = (
-        "Put attention into the maximum (`Machine.step_seconds` in simulated.py): which measured steps come out wrong?",
-        "Let rows cost nothing (`seconds_per_row` in `CALIBRATED`): which machine misses its flat points most?",
-        "Calibrate by points nearer to the knee (`FLAT_RATE = 1` in paper/calibration.py, then `python -m "
-        "minipaged.paper.machines`): which speed do they change, and whose queue is it that they have seen?",
+        "Move attention into the maximum (`Machine.step_seconds` in simulated.py): which measured steps come out "
+        "wrong?",
+        "Set the cost of rows to 0 (`seconds_per_row` in `CALIBRATED`): which machine misses its flat points most?",
+        "Calibrate with points nearer to the knee (`FLAT_RATE = 1` in paper/calibration.py, then `python -m "
+        "minipaged.paper.machines`): which speed changes, and which system's queue causes it?",
     )
 
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
@@ -147,15 +149,15 @@ class Calibration(Figure):
             checks,
             notes=[
                 "Measured steps are sums of measured kernels, published as profiles: LLaMA-13B on an A100 of 80 GB, 40 "
-                "layers and the head. No host is beside them, so `t0` is 0. Fitted to them, weights are read at "
+                "layers and the head. They exclude the host, so `t0` is 0. By the fit, weights are read at "
                 f"{kernels['weights']:.1%} of the memory's speed, keys and values at {kernels['kv']:.1%}, prompts are "
                 f"computed at {kernels['arithmetic']:.1%} of the arithmetic, and a row costs "
-                f"{1e6 * kernels['seconds_per_row']:.0f} microseconds. The machines take over the first and the third.",
-                f"The law is farthest from {worst.decode_rows} rows of {worst.context_each} tokens, "
+                f"{1e6 * kernels['seconds_per_row']:.0f} microseconds. The machines use the first and third number.",
+                f"The largest error of the law is at {worst.decode_rows} rows of {worst.context_each} tokens, "
                 f"{by_law[worst] / worst.seconds - 1:+.0%}. (256 rows of 64 tokens were measured as slower than 256 of "
-                "128, which no law of bytes gives.)",
-                "The machines' other speeds are fitted to the flat points. So their rows cost several times as much as "
-                "by the kernels alone: the host of then is in them.",
+                "128, which no law based on bytes gives.)",
+                "The machines' other speeds are fitted to the flat points. Their rows therefore cost several times "
+                "as much as by the kernels alone: these costs include the host at the time of the paper.",
             ],
         )
 
@@ -164,19 +166,19 @@ CALIBRATION = Calibration()
 
 
 def near(what: str, errors: Sequence[float]) -> Check:
-    """That the median of these errors, percent, is small."""
+    """Return a check that the median of these errors is small. Errors are in percent."""
     return Check(
         f"median distance from {what}", 0.0, median(errors), TOLERANCE, relative=False, unit=" %", kind="calibrated"
     )
 
 
 def misses(steps: Iterable[tuple[MeasuredStep, float]]) -> list[float]:
-    """By how many percent seconds by the law are off."""
+    """Return the model's absolute error at each step, in percent."""
     return [100 * abs(ours / step.seconds - 1) for step, ours in steps]
 
 
 def of_kernels(by_law: Mapping[MeasuredStep, float]) -> list[Plot]:
-    """Steps that decode, over how long the contexts are; steps with a prompt, over how long that is."""
+    """Return plots of the decode steps by context length, and of the steps with a prompt by prompt length."""
     decoding, computing = list[Line](), list[Line]()
     for rows in DECODE_ROWS:
         steps = [step for step in by_law if step.kind == "decode" and step.decode_rows == rows]
@@ -192,7 +194,7 @@ def of_kernels(by_law: Mapping[MeasuredStep, float]) -> list[Plot]:
 
 
 def both(label: str, by_law: Mapping[MeasuredStep, float], places: Mapping[MeasuredStep, int]) -> list[Line]:
-    """What the law says of these steps, each at its place, and what was measured."""
+    """Return two lines: the model's and the measured durations of these steps. `places` are their x coordinates."""
     return [
         Line(label, "ours", [(x, 1e3 * by_law[step]) for step, x in places.items()]),
         Line(label, "calibrated", [(x, 1e3 * step.seconds) for step, x in places.items()]),
@@ -200,7 +202,7 @@ def both(label: str, by_law: Mapping[MeasuredStep, float], places: Mapping[Measu
 
 
 def of_machine(model: str, points: Sequence[FlatPoint], curves: Mapping[str, Sequence[published.Point]]) -> Plot:
-    """The law between its flat points, and the points."""
+    """Return the plot of one machine: the model's curves and the flat points."""
     lines = [Line(label, "ours", curve) for label, curve in curves.items()]
     for label in dict.fromkeys(map(curve_of, points)):
         marks = [(point.rate, point.seconds_per_token) for point in points if curve_of(point) == label]

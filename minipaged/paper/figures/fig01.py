@@ -12,29 +12,30 @@ from minipaged.paper.machines import SETTINGS
 from minipaged.paper.serving import ServingSetup
 
 MODEL, DATASET = "OPT-13B", "ShareGPT"
-"""The paper's is a model of 13 billion parameters; which requests it served is not said."""
+"""The model and dataset. The paper's model has 13 billion parameters. It does not name the dataset."""
 SYSTEMS = {"Existing systems": "Orca (Max)", "vLLM": "vLLM"}
 BATCHES = {"Existing systems": tuple(range(1, 8)), "vLLM": (4, 8, 12, 16, 20, 24, 28, 32, 36, 40)}
-"""Sequences that run at once: by Orca (Max) no more than 7 get room."""
+"""Limits of sequences that run at once. Orca (Max) has room for 7."""
 AT_ONCE = 1000.0
-"""Requests a second, for so short a time that all are there nearly at once: some wait as long as is measured."""
+"""Requests per second. They arrive within such a short time that the batch is full during the whole measurement."""
 SECONDS, QUICK_SECONDS = 0.8, 0.15
 MEMORY_TOLERANCE, THROUGHPUT_TOLERANCE = 1.0, 0.20
-"""GB, as far apart as the paper's points are; and of tokens a second, of which it says less than of all else."""
+"""Tolerances: of memory in GB, as far apart as the paper's points are; of tokens per second as a fraction, wide because
+the paper gives few details of how it measured."""
 MOST_TOLERANCE = 0.15
-"""Of the requests that fit."""
+"""Tolerance of the number of requests that fit, as a fraction."""
 NOTABLE = 1.5
-"""Times the tokens a second from which on we call a boost "notable", which the paper leaves open."""
+"""The gain in tokens per second from which we call a boost "notable". The paper does not define the word."""
 
 
 def gigabytes(held: float) -> float:
-    """The weights, and this share of the KV memory."""
+    """Return the size of the weights and of this share of the KV memory."""
     setting = SETTINGS[MODEL]
     return (setting.weight_bytes + held * setting.kv_memory_bytes) / 1e9
 
 
 def at(points: list[published.Point], x: float) -> float:
-    """On the straight line between the points around x."""
+    """Return the value at `x`, with points joined linearly."""
     for (x0, y0), (x1, y1) in pairwise(points):
         if x0 <= x <= x1 and x1 > x0:
             return y0 + (x - x0) / (x1 - x0) * (y1 - y0)
@@ -42,35 +43,37 @@ def at(points: list[published.Point], x: float) -> float:
 
 
 def slope(points: list[published.Point]) -> float:
-    """From the first to the last."""
+    """Return the slope from the first to the last point."""
     (x0, y0), (x1, y1) = points[0], points[-1]
     return (y1 - y0) / (x1 - x0)
 
 
 class Fig1(Figure):
-    """Two plots: what more requests in a batch cost in memory, and gain in throughput."""
+    """Two plots against the number of requests in a batch: memory and throughput."""
 
     name = "1"
     title = "Fig. 1, right: memory and throughput by batch size, OPT-13B on an A100 of 40 GB"
     section = "1"
     look = (
-        "Throughput rises with the batch as long as there is memory for it, and the weights take the greater part of "
-        "that. Whoever reserves 2,048 slots for each request is full at 7; by blocks, five times as many get in."
+        "Throughput rises with the batch as long as there is memory for it. The weights take most of the memory. A "
+        "system that reserves 2,048 slots for each request is full with 7 requests. With blocks, five times as many "
+        "fit."
     )
     change_it = (
-        "Serve Alpaca's requests (`DATASET`): how large does the batch become, and what bounds it then?",
-        "Let the machine's memory be 80 GB (`SETTINGS` in paper/machines.py): which line gains more throughput?",
-        "Set `seconds_per_row` to 0 (`CALIBRATED`): how straight is throughput now, and what bends it still?",
+        "Serve Alpaca's requests (`DATASET`): how large does the batch become, and what limits it then?",
+        "Give the machine 80 GB of memory (`SETTINGS` in paper/machines.py): which line gains more throughput?",
+        "Set `seconds_per_row` to 0 (`CALIBRATED`): how straight is throughput now, and what still bends it?",
     )
 
     why: Mapping[str, str] = {
-        "memory with": "our requests are longer. Each of the 800 that are drawn takes 465 tokens' room with seed 0, "
-        "and 425 with seed 1; the paper's take 410 when its memory is full.",
-        "requests that fit": "the same; with seed 1 there are 35.0, which is within the tolerance. In Fig. 13, whose "
-        "requests are ShareGPT's, the paper itself has 30.4 in a batch that others wait for.",
-        "tokens/s": "the paper's own figures are apart. By Fig. 12a vLLM generates 507 tokens a second at 1.5 "
-        "requests/s, with 21.5 requests in a batch (by their latency); in Fig. 1 a batch of that size generates 608. "
-        "Our machine is calibrated by Fig. 12. What was faster in Fig. 1 is not known.",
+        "memory with": "our requests are longer. The 800 requests that are drawn take the memory of 465 tokens each "
+        "with seed 0, and of 425 with seed 1. The paper's take 410 when its memory is full.",
+        "requests that fit": "our requests are longer, as above. With seed 1, 35.0 fit, which is within the "
+        "tolerance. In Fig. 13, which serves ShareGPT's requests, the paper itself has a batch of 30.4 while others "
+        "wait.",
+        "tokens/s": "the paper's own figures disagree. In Fig. 12a vLLM generates 507 tokens per second at 1.5 "
+        "requests/s, with 21.5 requests in a batch (by their latency). In Fig. 1 a batch of that size generates "
+        "608. Our machine is calibrated by Fig. 12. Why Fig. 1 is faster is not known.",
     }
 
     def _serving(self, name: str, batch: int, *, quick: bool, seed: int) -> ServingSetup:
@@ -138,10 +141,11 @@ class Fig1(Figure):
             checks,
             [sentence],
             [
-                "So many requests are there from the beginning that the batch is always full: means over the steps in "
-                "which others wait. Prompts are among the steps, and make no tokens but their first.",
-                "The paper does not say which requests it served. ShareGPT's hold 435 tokens each on average over "
-                "their steps, and the slope of its vLLM line comes to 424.",
+                "Enough requests are there from the beginning to keep the batch full: means are over the steps "
+                "during which requests wait. Steps that compute prompts are included; they generate only first "
+                "tokens.",
+                "The paper does not say which requests it served. Requests of ShareGPT hold 435 tokens each, "
+                "averaged over their steps. The slope of the paper's vLLM line corresponds to 424.",
             ],
         )
 

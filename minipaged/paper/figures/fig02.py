@@ -1,4 +1,4 @@
-"""Fig. 2: what the KV memory holds: tokens, room reserved for tokens to come, and waste."""
+"""Fig. 2: the use of the KV memory: tokens, slots reserved for tokens to come, and waste."""
 
 from __future__ import annotations
 
@@ -11,33 +11,35 @@ from minipaged.paper.figures.fig13 import SYSTEMS, serving
 from minipaged.paper.serving import ServingSetup
 
 TOLERANCE = 2.0
-"""Percent of the memory: of tokens. The paper's are one run's, and its way of counting is not described."""
+"""Tolerance of the share of tokens, in percent of the memory. The paper has a single run, and does not describe how it
+counts."""
 OTHERS_TOLERANCE = 5.0
-"""Of the other shares."""
+"""Tolerance of the other shares, in percent of the memory."""
 SAID = 20.4, 38.2
-"""Percent of the memory: of tokens, of those who reserve, by section 1."""
+"""The lowest and highest share of tokens in systems that reserve memory, in percent, by section 1."""
 PARTS = {
     "token states": "tokens",
     "reservation": "reserved",
     "internal": "internal",
     "external and others": "external",
 }
-"""The paper's names, and those of `serving.Queued`."""
+"""The paper's name of each share -> its field in `serving.Queued`."""
 
 
 class Fig2(Figure):
-    """Four shares of four systems."""
+    """Shares of the KV memory in four systems."""
 
     name = "2"
     title = "Fig. 2: what the KV memory holds, OPT-13B, ShareGPT"
     section = "3.1"
     look = (
-        "Orca (Max) loses most to tokens that never come, Orca (Oracle), who knows the outputs, to rounding and to the "
-        "time until they have come. Paging has no one of these: half a block is lost for each sequence."
+        "Orca (Max) loses most to tokens that never come. Orca (Oracle), which knows the output lengths, loses most "
+        "to rounding and to slots whose tokens have not come yet. Paging has none of these losses: it loses half a "
+        "block for each sequence."
     )
     change_it = (
-        "Let Orca expect twice the true output (an estimate of your own in `orca.ESTIMATES`): between which two is it?",
-        "Hand out chunks of any size (`OrcaMemory.chunks`, from an allocator that cuts anywhere, in place of "
+        "Let Orca expect twice the true output (a new estimate in `orca.ESTIMATES`): between which two systems is it?",
+        "Hand out chunks of any size (`OrcaMemory.chunks`, with an allocator that splits anywhere instead of "
         "`BuddyAllocator`): how much of *external* was rounding?",
         "Serve Alpaca (`fig13.serving`): why does Orca (Max) waste 96 % of its memory?",
     )
@@ -83,10 +85,11 @@ class Fig2(Figure):
             checks,
             [sentence],
             [
-                "Means over the steps in which a request waits: then all that the memory could hold is wanted.",
-                "*Internal* is what was expected and never comes; *external and others* is what nobody has, and what "
-                "the buddy allocator adds by rounding a chunk to a power of two. So counted the paper's bars come out: "
-                "its Orca (Oracle) has no internal waste though its chunks are rounded.",
+                "Means are over the steps during which a request waits, so that all of the memory is in demand.",
+                "*Internal* is memory for tokens that were expected and never come. *External and others* is memory "
+                "that no request holds, and memory that the buddy allocator adds when it rounds a chunk up to a "
+                "power of two. This way of counting fits the paper's bars: its Orca (Oracle) has no internal waste "
+                "although its chunks are rounded.",
             ],
         )
 

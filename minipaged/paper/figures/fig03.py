@@ -1,4 +1,4 @@
-"""Fig. 3: how contiguous chunks hold requests, and what of them is wasted: drawn from a run of Orca's memory."""
+"""Fig. 3: requests in contiguous chunks, and the waste in them, drawn from a run of Orca's memory."""
 
 from __future__ import annotations
 
@@ -22,29 +22,30 @@ MODEL = "OPT-13B"
 PRINTED = {"A": (8, 2, 2038), "B": (4, 1, 507)}
 """Slots of the figure's two requests: with tokens, reserved, never used."""
 TOLERANCE = 0.0
-"""Of these: they are counted, not measured."""
+"""Tolerance of these numbers, in slots. They are counted, not measured."""
 REQUESTS = ((7, 4, 2041), (3, 3, 509))
-"""The same two as they are asked for here: prompt, output, and the longest output that is expected. (The last token of
-an output never takes a slot.)"""
+"""The same two requests as sent to the engine: prompt, output and expected output. The last token of an output never
+takes a slot."""
 STEPS = 2
-"""After which the picture is taken: one for the prompts, one for a token."""
+"""The number of steps before the picture: one for the prompts, one for a token."""
 NUM_SLOTS = 3072
-"""Room for A and B, and 512 slots more."""
+"""Slots of the memory: those of A and B, and 512 more."""
 DATASET, NUM_REAL, REAL_STEPS = "ShareGPT", 60, 1000
-"""The other picture: so many requests at once, after so many steps, in the memory of an A100 of 40 GB."""
+"""The second picture: the dataset, the number of requests that arrive together, and the number of steps. The memory is
+that of an A100 of 40 GB."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryScene:
-    """Requests that are there at once, served for some steps."""
+    """A job that serves requests, which arrive together, for some steps."""
 
     requests: tuple[tuple[int, int, int], ...]
-    """Prompt, output, expected output, in tokens: each output has one expectation."""
+    """Prompt, output and expected output of each, in tokens. Equal outputs must have equal expectations."""
     num_slots: int
     steps: int
 
     def run(self) -> Chunks:
-        """Serve them with blocks of one slot each, and take the picture."""
+        """Serve them, with blocks of one slot each, and return the chunks."""
         expected = {output: most for _, output, most in self.requests}
         memories: list[OrcaMemory] = []
         estimate: Estimate = expected.__getitem__
@@ -93,41 +94,41 @@ class MemoryScene:
 
 @dataclass(frozen=True, slots=True)
 class ReservedChunk:
-    """One request's, in slots."""
+    """The chunk of one request, in slots."""
 
     first: int
     size: int
     tokens: int
     reserved: int
-    """For tokens to come."""
+    """Slots for tokens still to come."""
     internal: int
-    """For tokens that were expected and never come."""
+    """Slots for tokens that were expected and never come."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """All of them, in order of place."""
+    """All chunks of a memory, in order of their positions."""
 
     chunks: list[ReservedChunk]
     free: int
-    """Slots that nobody has."""
+    """Slots that belong to no chunk."""
 
 
 class Fig3(Figure):
-    """The paper's two requests, and a memory full of ShareGPT's."""
+    """Chunks of the paper's two requests, and of requests of ShareGPT that fill a memory."""
 
     name = "3"
     title = "Fig. 3: what existing systems keep in contiguous chunks"
     section = "3.1"
     look = (
-        "Each request has a chunk for the longest output it may have, from its first step on: a few slots hold tokens, "
-        "some are kept for tokens to come, and nearly all of the left picture is for tokens that never come. None of "
-        "that may be given to those who wait."
+        "From its first step on, each request has a chunk for the longest output it may have. A few slots hold "
+        "tokens, and some are reserved for tokens to come. Nearly all slots in the left picture are for tokens that "
+        "never come. Waiting requests cannot use any of these."
     )
     change_it = (
-        "Let A expect 256 tokens (`REQUESTS`): how many such requests fit beside B?",
+        "Let A expect 256 tokens (`REQUESTS`): how many such requests fit in addition to B?",
         "Take the right picture after 10 steps, and after 3,000 (`REAL_STEPS`): does the share of tokens settle?",
-        'Let the requests on the right be expected as they are (`ESTIMATES["Orca (Oracle)"]`): how many fit?',
+        'Expect the true outputs of the requests on the right (`ESTIMATES["Orca (Oracle)"]`): how many fit?',
     )
 
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
@@ -164,9 +165,9 @@ class Fig3(Figure):
             plots,
             checks,
             notes=[
-                f"Left: {two['free']} slots are free, and no third request like A gets in (external fragmentation).",
-                f"Right: after {REAL_STEPS} steps, {len(real['chunks'])} of {NUM_REAL} requests that came at once have "
-                f"a chunk, and {held:,} of {total:,} slots hold a token ({held / total:.0%}). Means are in Fig. 2.",
+                f"Left: {two['free']} slots are free, but no third request like A fits (external fragmentation).",
+                f"Right: {NUM_REAL} requests arrive together. After {REAL_STEPS} steps, {len(real['chunks'])} have a "
+                f"chunk, and {held:,} of {total:,} slots hold a token ({held / total:.0%}). Fig. 2 has the means.",
             ],
         )
 

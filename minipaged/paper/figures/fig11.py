@@ -1,4 +1,4 @@
-"""Fig. 11: how long prompts and outputs of ShareGPT and Alpaca are."""
+"""Fig. 11: the lengths of prompts and outputs in ShareGPT and Alpaca."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from minipaged.paper.figure import Check, Figure, FigureResult, Job, Line, Plot
 from minipaged.paper.workloads import draw_lengths
 
 PRINTED = {"ShareGPT": (161.31, 337.99), "Alpaca": (19.31, 58.45)}
-"""Mean tokens of prompts and of outputs, as the figure has them."""
+"""Mean tokens of prompts and of outputs, as printed in the figure."""
 TOLERANCE = 0.01
-"""Of the means."""
+"""Tolerance of the means, as a fraction."""
 MOVED = 2.0
-"""Percent of requests that may lie in another bin than in the paper."""
+"""The share of requests that may lie in another bin than in the paper, in percent."""
 NUM, QUICK_NUM = 200_000, 80_000
-"""Requests drawn: the mean of so many ShareGPT prompts varies by 0.4 % of itself, of quick ones by 0.6 %."""
+"""The number of requests drawn. The mean of ShareGPT's prompts then varies by 0.4 %, and by 0.6 % in quick runs."""
 SHOWN = {"ShareGPT": 2048.0, "Alpaca": 400.0}
 SIDES = ("input", "output")
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Drawn as a trace draws them."""
+    """A job that draws request lengths of a dataset, in the same way as a trace."""
 
     dataset: str
     num: int
@@ -45,29 +45,30 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class DrawnLengths:
-    """Prompts first, then outputs."""
+    """Means and histograms of drawn lengths. Lists have prompts first, then outputs."""
 
     means: list[float]
     counts: list[list[int]]
-    """In the bins of the paper."""
+    """The number of requests in each of the paper's bins."""
     too_long: int
-    """Requests whose prompt and output together the model cannot hold."""
+    """Requests whose prompt and output together exceed the model's context."""
 
 
 class Fig11(Figure):
-    """Two histograms of each dataset: the paper's, and one of what the workloads draw."""
+    """Histograms of each dataset: the paper's, and those of the drawn lengths."""
 
     name = "11"
     title = "Fig. 11: lengths of prompts and outputs"
     section = "6.1"
     look = (
-        "ShareGPT's prompts are 8 times as long as Alpaca's, its outputs 6 times, and both vary far more. Whoever "
-        "reserves memory for the longest loses most where lengths vary most."
+        "ShareGPT's prompts are 8 times as long as Alpaca's, and its outputs 6 times. Both vary far more. A system "
+        "that reserves memory for the longest length loses most if lengths vary most."
     )
     change_it = (
         "Draw 2,000 requests (`QUICK_NUM = 2_000`, --quick) with three seeds: how far apart are the means?",
-        "Give each long prompt a long output (sort both in `workloads.draw_lengths`): the histograms stay, does 12a?",
-        "Let all requests have the mean lengths, and run 12a again: which system gains most, and why?",
+        "Give each long prompt a long output (sort both in `workloads.draw_lengths`): the histograms stay the same, "
+        "but does Fig. 12a?",
+        "Give all requests the mean lengths, and run 12a again: which system gains most, and why?",
     )
 
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
@@ -97,9 +98,9 @@ class Fig11(Figure):
             plots,
             checks,
             notes=[
-                "The paper prints how long prompts are and how long outputs are, not which belong together: they are "
-                "drawn independently here, as far as both fit into 2,048 tokens.",
-                "Within a bin all lengths are drawn alike; no more can be read off a histogram.",
+                "The paper prints the lengths of prompts and of outputs, but not which belong together. Here they "
+                "are drawn independently, except that both together fit into 2,048 tokens.",
+                "All lengths within a bin are drawn with equal probability, as a histogram says no more.",
             ],
         )
 

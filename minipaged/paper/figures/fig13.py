@@ -1,4 +1,4 @@
-"""Fig. 13: how many requests each system has in a batch, where more come than it can serve."""
+"""Fig. 13: the number of requests in each system's batch when more arrive than it can serve."""
 
 from __future__ import annotations
 
@@ -14,40 +14,41 @@ MODEL = "OPT-13B"
 SYSTEMS = ("Orca (Max)", "Orca (Pow2)", "Orca (Oracle)", "vLLM")
 ORACLE = "Orca (Oracle)"
 RATES = {"ShareGPT": 2.0, "Alpaca": 30.0}
-"""Requests a second, as in the paper."""
+"""Requests per second, as in the paper."""
 TOLERANCES = {"ShareGPT": 0.05, "Alpaca": 0.20}
 SECONDS = {"ShareGPT": SETTINGS[MODEL].seconds, "Alpaca": 300.0}
-"""Of arrivals: ShareGPT's hour as in the paper. Who is overloaded settles within a few requests' time. vLLM is not
-overloaded all the while: its mean creeps up with the trace for half an hour, and quick ones are lower. Alpaca's hour
-would be 108,000 requests, of which each takes seconds: a few minutes are long for them."""
+"""Durations of the arrivals: an hour of ShareGPT, as in the paper. An overloaded system reaches its mean within the
+time of a few requests. vLLM is not overloaded all the time. Its mean rises with the trace for half an hour, and is
+lower in quick runs. An hour of Alpaca would be 108,000 requests. Each takes seconds, so a few minutes suffice."""
 QUICK_SECONDS = {"ShareGPT": 240.0, "Alpaca": 60.0}
 
 
 def serving(system: str, dataset: str, *, quick: bool, seed: int) -> ServingSetup:
-    """One bar: also of Fig. 2."""
+    """Return the job for one bar. Fig. 2 uses it too."""
     seconds = (QUICK_SECONDS if quick else SECONDS)[dataset]
     return ServingSetup(system, MODEL, dataset, RATES[dataset], seconds, seed)
 
 
 class Fig13(Figure):
-    """Mean batched requests."""
+    """The mean number of requests in a batch, for each system."""
 
     name = "13"
     title = "Fig. 13: requests in a batch, OPT-13B"
     section = "6.2"
     look = (
-        "All systems have the same memory. Orca (Max) has room for 7 longest sequences in it, however short the "
-        "requests are: the same 7 with either dataset. Paging has 4 to 5 times as many on ShareGPT, 18 times on Alpaca."
+        "All systems have the same memory. In Orca (Max) it has room for 7 sequences of the longest length, however "
+        "short the requests are: 7 with either dataset. Paging fits 4 to 5 times as many requests of ShareGPT, and "
+        "18 times as many of Alpaca."
     )
     change_it = (
         "Give the machine 24 GiB for K and V (`SETTINGS` in paper/machines.py): do all bars double?",
         "Double the rate (`RATES`): which bars grow, and which were full already?",
-        "Let vLLM's blocks hold 256 tokens (`ServingSetup(block_size=256)`): on which dataset does it hurt?",
+        "Give vLLM blocks of 256 tokens (`ServingSetup(block_size=256)`): on which dataset does it hurt?",
     )
 
     why: Mapping[str, str] = {
-        "ShareGPT, vLLM": "here the memory is full while others wait, as with the other systems. The paper's batch "
-        "was smaller, though requests waited there too. What else bounded it is not known.",
+        "ShareGPT, vLLM": "here the memory is full while requests wait, as with the other systems. The paper's "
+        "batch was smaller, although requests waited there too. What else limited it is not known.",
     }
 
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
@@ -78,12 +79,12 @@ class Fig13(Figure):
             plots,
             checks,
             notes=[
-                "Means over the steps up to the last arrival. What follows is a batch that empties, and it would count "
-                "the more the shorter the trace is.",
-                "vLLM on ShareGPT is near its knee, and the longer the trace, the more of it is served from a queue. "
-                f"By the paper's bar of {ORACLE} and its share of tokens in Fig. 2, a request holds {each:.0f} tokens; "
-                f"so many times {batched:g} is {each * batched / slots:.0%} of the memory: the paper's batch of vLLM "
-                "was not full all the while, though its queue grew.",
+                "Means are over the steps up to the last arrival. After it the batch empties. Those steps would "
+                "weigh more the shorter the trace is.",
+                "vLLM on ShareGPT is near its knee: the longer the trace, the more of it is served from a queue. "
+                f"By the paper's bar of {ORACLE} and its share of tokens in Fig. 2, a request holds {each:.0f} tokens. "
+                f"Times {batched:g} requests, this is {each * batched / slots:.0%} of the memory. So the memory of "
+                "the paper's vLLM was not always full, although its queue grew.",
             ],
         )
 

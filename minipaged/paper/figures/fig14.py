@@ -13,37 +13,37 @@ from minipaged.paper.machines import FURTHER_BEAM, FURTHER_SAMPLE
 from minipaged.paper.serving import ServingSetup, serve
 
 RATIO = 0.15
-"""How far vLLM ÷ Orca (Oracle) may be from the paper's."""
+"""Tolerance of the ratio vLLM ÷ Orca (Oracle), as a fraction."""
 SAID = 2.3
-"""How many times the requests of Orca (Oracle) vLLM serves with beams of width 6: section 6.3."""
+"""vLLM's rate relative to Orca (Oracle)'s with beam width 6, by section 6.3."""
 READ = 0.05
-"""How far what is read off the paper's curves may be from what it says."""
+"""The paper's sentence holds if the paper's own curves give SAID within this fraction."""
 FLAT_SECONDS = 60.0
-"""How long traces are by which the further sequences' cost is calibrated: nothing waits, so no longer one is needed."""
+"""Duration of the traces that calibrate the cost of further sequences. Nothing waits, so short traces suffice."""
 ORCA_IS_TOO_FAST = (
-    "Orca serves too much. With beams (d, e, f) its knees are 13 to 51 % high, vLLM's within 8 %; with samples "
-    "(a, b, c) Orca's are at most 5 % high. What beams do beside is to fork and die all the time, and then Orca "
-    "copies all that a beam has. Here copies are paid for by their bytes alone. In a trial in which each cost what "
-    "starting it does (by Fig. 19a), Orca (Oracle) came to its knee below 2.8/s, so before the paper's: what its "
-    "copies cost is not known."
+    "Orca is too fast here. With beams (d, e, f) its knees are 13 to 51 % too high, and vLLM's are within 8 %. With "
+    "samples (a, b, c) Orca's are at most 5 % too high. Unlike samples, beams fork and die all the time, and each "
+    "time Orca copies all tokens of a beam. Here only the bytes of a copy cost time. In a trial, each copy also cost "
+    "the time to start it (by Fig. 19a). Then the knee of Orca (Oracle) was below 2.8/s, earlier than the paper's. "
+    "The true cost of its copies is not known."
 )
 WIDTHS = {"a": 2, "b": 4, "c": 6, "d": 2, "e": 4, "f": 6}
 
 
 class Fig14(Panel):
-    """One panel."""
+    """One panel of Fig. 14."""
 
     section = "6.3"
     seconds = 600.0
     quick_seconds = 40.0
     look = (
-        "vLLM's lead over Orca (Oracle) grows with the number of sequences, because they share the blocks of their "
-        "prompt, and beams also much of what they generated; Orca holds a chunk for each."
+        "vLLM's lead over Orca (Oracle) grows with the number of sequences. They share the blocks of their prompt, "
+        "and beams also share much of what they generated. Orca has a separate chunk for each sequence."
     )
     change_it = (
-        "Serve ShareGPT in place of Alpaca (`serving`): prompts are eight times longer, so there is more to share.",
-        "Take blocks of 64 tokens: an Alpaca prompt has 19. What is left to be shared?",
-        "Let beams never fork (`DivergingBeams`: each survivor stems from itself). Which curve moves, and how far?",
+        "Serve ShareGPT instead of Alpaca (`serving`): its prompts are eight times longer, so there is more to share.",
+        "Use blocks of 64 tokens. An Alpaca prompt has 19: what can still be shared?",
+        "Let beams never fork (`DivergingBeams`: each survivor is its own parent). Which curve moves, and how far?",
     )
 
     def __init__(self, panel: str) -> None:
@@ -63,25 +63,26 @@ class Fig14(Panel):
         return [self.ratio_check(ours, "vLLM", "Orca (Oracle)", RATIO), *self.knee_checks(ours, None)]
 
     def sentences(self, ours: Mapping[str, Sequence[published.Point]]) -> list[PaperClaim]:
-        """Of the widest beams; how the sentence begins is Fig. 12d's."""
+        """Return the paper's sentence on the widest beams. Its first half belongs to Fig. 12d."""
         said = f"improvement [...] over Orca (Oracle) [...] goes [...] to {SAID:g}x in beam search with a width of 6"
         return [self.times_said(ours, said, SAID, READ)] if self.name == "14f" else []
 
     def notes(self) -> list[str]:
         cost = FURTHER_BEAM if self.beams else FURTHER_SAMPLE
         notes = [
-            f"What the second and each further sequence of a request costs a step beside its tokens, {cost:g} of what "
-            "the first one does, is calibrated by vLLM's flat points of this figure. The ratio of the knees is not.",
-            "Traces are shorter than the paper's hour: all knees are higher than an hour's would be, for a "
-            "queue has less time to grow.",
+            f"Each sequence of a request after the first costs {cost:g} of the first one's row in a step. This number "
+            "is calibrated by vLLM's flat points of this figure. The ratio of the knees is not.",
+            "The traces are shorter than the paper's hour. So all knees are higher than with an hour, because a queue "
+            "has less time to grow.",
         ]
         if self.beams:
-            notes.append("Which beams survive was measured on SmolLM2, not on OPT-13B: see `divergence.py`.")
+            notes.append("The survival of beams was measured on SmolLM2, not on OPT-13B: see `divergence.py`.")
         return notes
 
 
 def misses(beams: bool, further: float) -> list[float]:
-    """(Ours - the paper's) / the paper's, of each flat point of vLLM, if this is what a further sequence costs."""
+    """Return the relative error, (ours - paper) / paper, at each of vLLM's flat points of Fig. 14, if `further` is the
+    relative cost of a request's further sequences."""
     return [
         serve(asked, asked.arrivals(), further).normalized_latency / point.seconds_per_token - 1
         for panel in FIG_14

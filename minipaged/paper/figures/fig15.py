@@ -1,4 +1,4 @@
-"""Fig. 15: memory saved by sharing blocks, where a request has several outputs."""
+"""Fig. 15: memory saved by sharing blocks between several outputs of a request."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from minipaged.paper.serving import ServingSetup
 MODEL, DATASET = "OPT-13B", "Alpaca"
 SEQUENCES = (2, 4, 6)
 RATES = {2: 9.0, 4: 5.0, 6: 3.5}
-"""Requests a second: half of what vLLM serves of such requests (Fig. 14). What is saved hardly depends on it."""
+"""Requests per second, by the number of outputs: half of what vLLM can serve (Fig. 14). The saving hardly depends on
+the rate."""
 SECONDS, QUICK_SECONDS = 300.0, 40.0
 TOLERANCE = 3.0
-"""Percent of the blocks."""
+"""Tolerance of the saving, in percent of the blocks."""
 
 
 METHODS = {"parallel": "parallel sampling", "beam": "beam search"}
-"""How requests get several outputs, by the paper's data."""
+"""The methods that give a request several outputs: name in the paper's data -> label."""
 SAID = {"parallel": (6.1, 9.8), "beam": (37.6, 55.2)}
-"""Percent of the blocks, with least and with most outputs: section 6.3."""
+"""Savings with the fewest and with the most outputs, in percent of the blocks, by section 6.3."""
 
 
 def serving(method: str, n: int, divergence: str, *, quick: bool, seed: int) -> ServingSetup:
-    """One bar: n outputs of each prompt."""
+    """Return the job for one bar, with `n` outputs of each prompt."""
     seconds = QUICK_SECONDS if quick else SECONDS
     return ServingSetup(
         "vLLM", MODEL, DATASET, RATES[n], seconds, seed, n=n, beams=method == "beam", divergence=divergence
@@ -34,25 +35,27 @@ def serving(method: str, n: int, divergence: str, *, quick: bool, seed: int) -> 
 
 
 class Fig15(Figure):
-    """Blocks saved, by how many outputs."""
+    """The share of blocks saved, by the number of outputs."""
 
     name = "15"
     title = f"Fig. 15: memory saved by sharing, {MODEL}, {DATASET}"
     section = "6.3"
     look = (
-        "Samples share their prompt and nothing else, and Alpaca's prompts are a quarter of the text: so it is about a "
-        "tenth that they save. Beams share what they have generated too, as far back as their common parent."
+        "Samples share only their prompt. Alpaca's prompts are a quarter of the text, so samples save about a tenth "
+        "of the blocks. Beams also share what they generated, as far back as their common parent."
     )
     change_it = (
-        "Take ShareGPT (`DATASET`, and lower `RATES`): its prompts are 8 times as long. The paper says 16 to 31 %.",
-        "Blocks of 1 token (`ServingSetup(block_size=1)`): everything that could be shared is. How much is that?",
-        "Let beams stay apart for longer (`GAP = 12` in `divergence.py`): which modelled bars come within 3 points "
-        "of the paper's?",
+        "Serve ShareGPT (`DATASET`, and lower `RATES`), whose prompts are 8 times as long. The paper reports 16 to "
+        "31 %.",
+        "Use blocks of 1 token (`ServingSetup(block_size=1)`): everything that could be shared is shared. How much "
+        "is that?",
+        "Let beams stay separate for longer (`GAP = 12` in `divergence.py`): which modelled bars come within 3 "
+        "points of the paper's?",
     )
 
     why: Mapping[str, str] = {
-        "beam search": "the beams of SmolLM2 that were measured share more of what they have generated than the "
-        "paper's seem to. Those of OPT-13B were not measured.",
+        "beam search": "the measured beams of SmolLM2 share more of the tokens that they generated than the paper's "
+        "beams seem to. Beams of OPT-13B were not measured.",
     }
 
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
@@ -67,7 +70,7 @@ class Fig15(Figure):
     def outcome(self, results: Mapping[Job, Any]) -> FigureResult:
         printed = published.other("15 memory saving (%) OPT-13B Alpaca, n=2,4,6")
         plots, checks = [], []
-        of: dict[tuple[bool, str], list[float]] = {}  # beams, divergence -> by the number of outputs
+        of: dict[tuple[bool, str], list[float]] = {}  # (beams, divergence) -> savings by number of outputs
         for job, result in results.items():
             assert isinstance(job, ServingSetup)
             of.setdefault((job.beams, job.divergence), []).append(100 * result["saved_share"])
@@ -108,11 +111,11 @@ class Fig15(Figure):
             checks,
             [sentence],
             [
-                "Saved is 1 - blocks held / block-table entries, over all steps: a block that three tables have is "
-                "held once. The paper's bars were counted so as well.",
-                "Judged are beams that diverge as those of SmolLM2 were heard to. Beside them stands a model of one "
-                f"number, {GAP:g}, by which beams share as much as those (`divergence.py`). Fewer blocks are saved "
-                "where they stay apart for longer, as OPT-13B's seem to.",
+                "The saving is 1 - blocks held / block-table entries, over all steps: a block in three tables is "
+                "held once. The paper counts its bars in the same way.",
+                "The judged beams diverge as those of SmolLM2 were measured to. The other bars are a model with one "
+                f"number, {GAP:g}, whose beams share as much as the measured ones (`divergence.py`). Fewer blocks are "
+                "saved if beams stay separate for longer, as OPT-13B's seem to.",
             ],
         )
 

@@ -12,25 +12,25 @@ from minipaged.paper.serving import ServingSetup
 from minipaged.paper.workloads import PREFIX
 
 RATIO = 0.15
-"""How far vLLM ÷ Orca (Oracle) may be from the paper's."""
+"""Tolerance of the ratio vLLM ÷ Orca (Oracle), as a fraction."""
 SAID = {"16a": 1.67, "16b": 3.58}
-"""How many times the throughput of Orca (Oracle) vLLM has: section 6.4."""
+"""vLLM's throughput relative to Orca (Oracle)'s, by section 6.4."""
 READ = 0.03
-"""How far what is read off the paper's curves may be from what it says."""
+"""The paper's sentence holds if the paper's own curves give SAID within this fraction."""
 
 
 class Fig16(Panel):
-    """One panel."""
+    """One panel of Fig. 16."""
 
     section = "6.4"
     seconds = 300.0
     quick_seconds = 40.0
     look = (
-        "With five examples in the prefix vLLM serves 3.5 times what Orca (Oracle) does in the paper, and 3.0 times "
-        "here; with one 1.7 and 1.6 times. The prefix is in memory once, and is computed once."
+        "With five examples in the prefix, vLLM serves 3.5 times as many requests as Orca (Oracle) in the paper, and "
+        "3.0 times here. With one example it is 1.7 and 1.6 times. The prefix is stored once and computed once."
     )
     change_it = (
-        "Cut the prefix to 320 and to 336 tokens: whole blocks of 16 are shared. Does 341 lose what 336 does not?",
+        "Cut the prefix to 320 and to 336 tokens. Only whole blocks of 16 are shared: does 341 lose what 336 does not?",
         "Turn `enable_prefix_caching` off (`serving.engine_of`): what is left of vLLM's lead?",
         "Give every tenth request a prefix of its own (`serving.prompt_of`). What does the cache do with them?",
     )
@@ -41,10 +41,10 @@ class Fig16(Panel):
         self.title = f"Fig. {panel}: a shared prefix of {self.prefix} tokens, LLaMA-13B"
 
     why: Mapping[str, str] = {
-        "vLLM ÷ Orca (Oracle)": "vLLM comes to its knee too early, and not by memory alone: where nothing waits, at "
-        "24/s, the law is a tenth above the paper's point already (`minipaged paper run calibration`). In a step "
-        "each row reads the shared prefix for itself, at the full speed of the data sheet, where the search ended. A "
-        "GPU may find it in its cache after the first: that was not measured.",
+        "vLLM ÷ Orca (Oracle)": "vLLM's knee is too early, and memory is not the only reason. Where nothing waits, "
+        "at 24/s, the law is already a tenth above the paper's point (`minipaged paper run calibration`). In a step "
+        "each row reads the shared prefix separately, at the full speed of the data sheet, where the calibration's "
+        "search ended. A GPU may find the prefix in its cache after the first row; that was not measured.",
     }
 
     def serving(self, system: str, rate: float, seconds: float, seed: int) -> ServingSetup:
@@ -55,14 +55,14 @@ class Fig16(Panel):
 
     def notes(self) -> list[str]:
         return [
-            "The paper does not say how long the sentences were: see TRANSLATION in `workloads.py`. Both the knees and "
-            "their ratio depend on that.",
-            "Traces are shorter than the paper's hour: all knees are higher than an hour's would be, for a "
-            "queue has less time to grow.",
+            "The paper does not say how long the sentences were: see TRANSLATION in `workloads.py`. The knees and "
+            "their ratio depend on it.",
+            "The traces are shorter than the paper's hour. So all knees are higher than with an hour, because a queue "
+            "has less time to grow.",
         ]
 
     def sentences(self, ours: Mapping[str, Sequence[published.Point]]) -> list[PaperClaim]:
-        """Of the one ratio."""
+        """Return the paper's sentence on the ratio vLLM ÷ Orca (Oracle)."""
         said = SAID[self.panel]
         words = "when the one-shot prefix is shared" if self.panel == "16a" else "when more examples are shared"
         return [self.times_said(ours, f"{said}x higher throughput than Orca (Oracle) {words}", said, READ)]

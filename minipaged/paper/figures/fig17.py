@@ -11,28 +11,30 @@ from minipaged.paper.figures.panel import Panel
 from minipaged.paper.serving import ServingSetup
 
 RATIO = 0.2
-"""How far vLLM ÷ Orca (Oracle) may be from the paper's."""
+"""Tolerance of the ratio vLLM ÷ Orca (Oracle), as a fraction."""
 TOGETHER = 0.1
-"""How far the other two baselines may be from Orca (Oracle)."""
+"""Tolerance of the other baselines' ratios to Orca (Oracle), as a fraction."""
 SAID = 2.0
-"""How many times the rate of the baselines vLLM sustains: section 6.4."""
+"""vLLM's rate relative to the baselines', by section 6.4."""
 READ = 0.1
-"""How far what is read off the paper's curves may be from what it says."""
+"""The paper's sentence holds if the paper's own curves give SAID within this fraction."""
 
 
 class Fig17(Panel):
-    """The one panel."""
+    """The one panel of Fig. 17."""
 
     section = "6.4"
     title = "Fig. 17: a chatbot, OPT-13B, ShareGPT"
     look = (
-        "In the paper the three baselines are one curve: most prompts have 1,024 tokens, so with any output at all a "
-        "chunk is rounded up to 2,048, however well its length is known. Here those that know the length are a little "
-        "ahead, by the prompts that are shorter."
+        "In the paper the three baselines have the same curve. Most prompts have 1,024 tokens, so with any output at "
+        "all a chunk is rounded up to 2,048, even if the output length is known. Here the systems that know the "
+        "length are slightly ahead, thanks to shorter prompts."
     )
     change_it = (
-        "Cut the history to 960 tokens (`CHAT_PROMPT`): outputs below 64 fit into half the chunk. Who gains?",
-        "Keep K and V from one round to the next, as prefix caching does today: `minipaged paper run beyond/routing`.",
+        "Cut the history to 960 tokens (`CHAT_PROMPT`), so that outputs below 64 fit into half the chunk: which "
+        "system gains?",
+        "Keep K and V from one round to the next, as prefix caching does today: run `minipaged paper run "
+        "beyond/routing`.",
         "Let conversations end after every round (`CHAT_ENDS = 1`, and rates as in 12a): how far from 12a is it?",
     )
 
@@ -48,7 +50,7 @@ class Fig17(Panel):
         ]
 
     def sentences(self, ours: Mapping[str, Sequence[published.Point]]) -> list[PaperClaim]:
-        """Of how far vLLM is ahead."""
+        """Return the paper's sentence on vLLM's lead over the baselines."""
         return [
             self.times_said(ours, f"{SAID:g}x higher request rates compared to the three Orca baselines", SAID, READ)
         ]

@@ -1,5 +1,5 @@
-"""Fig. 18: what blocks cost. (a) the attention kernel, measured on the machine that this runs on; (b) the latency of a
-whole trace by block size, simulated."""
+"""Fig. 18: the cost of blocks. (a) Time of the attention kernel, measured on the machine that runs this. (b) Latency of
+a whole trace by block size, simulated."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ REPETITIONS, QUICK_REPETITIONS = 60, 15
 
 
 class Fig18a(Figure):
-    """Paged attention's time over contiguous attention's, by context and batch."""
+    """Time of paged attention / time of contiguous attention, by context and batch."""
 
     name = "18a"
     title = "Fig. 18a: attention over blocks / over contiguous memory, measured here"
     section = "7.1"
     look = (
-        "The paper pays a fifth to almost a half more for finding keys by a table, and pays it in attention alone. "
-        "What is compared is two programs, not two layouts: how well each is written counts as much as the table."
+        "In the paper, looking up keys through a table makes attention a fifth to almost a half slower; other "
+        "operations are not affected. The comparison is of two programs, not of two layouts: how well each is "
+        "written counts as much as the table."
     )
     alone = True
     change_it = (
-        "Let tables be in order (`np.arange` for `rng.permutation` in paper/kernel.py): does the order cost anything?",
-        "Blocks of 1, and of 128 (`BLOCK_SIZE`): at which size does the reference tier come close to NumPy alone?",
-        "Contexts of 2,048: which of the two gains more from long ones, and on which tier?",
+        "Put the blocks in order (`np.arange` instead of `rng.permutation` in paper/kernel.py): does the order cost "
+        "anything?",
+        "Use blocks of 1, and of 128 (`BLOCK_SIZE`): at which size does the reference tier come close to plain NumPy?",
+        "Use contexts of 2,048: which of the two programs gains more from long contexts, and on which tier?",
     )
 
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
@@ -78,7 +80,7 @@ class Fig18a(Figure):
             says,
             self.section,
             f"{min(many):.0%} to {max(many):.0%} with 32 sequences, {min(few):.0%} to {max(few):.0%} with 8",
-            f"{min(here):+.0%} to {max(here):+.0%}, on other hardware and beside other programs",
+            f"{min(here):+.0%} to {max(here):+.0%}, on other hardware and against other programs",
             round(min(everything), 2) >= 0.2 and round(max(everything), 2) <= 0.26,
         )
         return FigureResult(
@@ -86,12 +88,12 @@ class Fig18a(Figure):
             checks,
             [sentence],
             [
-                "No verdicts: other hardware, other kernels. These numbers are measured: with the same seed they come "
-                "out differently, on each machine and each time. What is kept is not measured again; with a new folder "
-                "(--output) it is.",
-                f"{HEADS} heads of {HEAD_DIM}, blocks of {BLOCK_SIZE} in random order. Beside the reference tier "
-                "stands NumPy over one array, beside the fast tier torch's scaled_dot_product_attention. Below 1, "
-                "paging's program is the faster one of the two.",
+                "Nothing is judged, because hardware and kernels differ from the paper's. These numbers are "
+                "measured: even with the same seed they differ on each machine and each time. A stored result is "
+                "not measured again. Use a new folder (--output) to measure again.",
+                f"{HEADS} heads of {HEAD_DIM}, blocks of {BLOCK_SIZE} in random order. The reference tier is compared "
+                "with NumPy over one array, and the fast tier with torch's scaled_dot_product_attention. Below 1, the "
+                "paged program is the faster one.",
             ],
         )
 
@@ -99,7 +101,7 @@ class Fig18a(Figure):
 # --- b --------------------------------------------------------------------------------------------
 
 DOUBLINGS = 1.0
-"""Of the block size by which the best one, and the ends of the good ones, may be apart: a factor of 2."""
+"""Tolerance of the best block size, and of the ends of the good range, in doublings. 1 is a factor of 2."""
 DATASETS = ("ShareGPT", "Alpaca")
 
 
@@ -110,18 +112,20 @@ class Fig18b(Figure):
     title = "Fig. 18b: latency by block size, OPT-13B"
     section = "7.2"
     look = (
-        "Large blocks are the half-empty ones: of each sequence's last block half is unused on average. Alpaca's "
-        "sequences have 78 tokens, so that blocks of 256 are contiguous memory again."
+        "Large blocks waste memory, because half of each sequence's last block is unused on average. Alpaca's "
+        "sequences have 78 tokens, so blocks of 256 are the same as contiguous memory."
     )
     change_it = (
         "Raise the rates by a tenth (`RATES` in figures/block_sizes.py): which block sizes fall behind first?",
-        "Give each step a cost for each block it reads (`SimulatedRunner.run`): with how much are ours the paper's?",
-        "Share prefixes (`enable_prefix_caching` in serving.py) and let prompts be alike: small blocks share more.",
+        "Add a cost for each block that a step reads (`SimulatedRunner.run`): at which cost do our curves match the "
+        "paper's?",
+        "Enable prefix caching (`enable_prefix_caching` in serving.py) with prompts that begin alike: small blocks "
+        "share more.",
     )
 
     why: Mapping[str, str] = {
-        "log2 of the block size": "nothing here speaks against small blocks (see the first of these notes), so the "
-        "best are the smallest but one, and all below 16 are good.",
+        "log2 of the block size": "in this simulation small blocks have no disadvantage (see the first of these "
+        "notes). So the best size is the smallest but one, and all sizes below 16 are good.",
     }
 
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
@@ -162,9 +166,9 @@ class Fig18b(Figure):
             checks,
             notes=[
                 NOT_SIMULATED,
-                "The paper does not say at which rates it measured, nor for how long: ours are such that blocks of 16 "
-                "come to about its heights. Heights are not judged; where the good block sizes begin and end is.",
-                "Of the KV memory, while a request waits, tokens take with blocks of 16 and of 256: "
+                "The paper does not give its rates and durations. Ours are chosen so that blocks of 16 have about its "
+                "latencies. Latencies are not judged. The ends of the range of good block sizes are.",
+                "Shares of the KV memory with tokens, while a request waits, with blocks of 16 and of 256: "
                 f"{'; '.join(shares)}.",
             ],
         )

@@ -1,6 +1,6 @@
-"""Fig. 19: two ways back for who was preempted, swapping and recomputing, by block size.
+"""Fig. 19: swapping and recomputing preempted requests, by block size.
 
-(a) what one of them costs, for 256 tokens; (b) what it makes of the latency of a whole trace.
+(a) The cost of each for one sequence of 256 tokens. (b) The latency of a whole trace with each.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from minipaged.paper.serving import ServingSetup
 from minipaged.scheduling import Way
 
 TOKENS = 256
-"""Moved or computed again. The paper does not say how many; its bandwidth implies so many."""
+"""Tokens that are swapped or recomputed. The paper does not state the number; its bandwidths imply 256."""
 
 # --- a --------------------------------------------------------------------------------------------
 
 SWAP_TOLERANCE = 0.05
-"""Of swapping out and in. Two of the machine's numbers, speed of the link and time of a copy, are from these points:
-this is how well two numbers fit nine, and no prediction."""
+"""Tolerance of the time to swap out and in, as a fraction. Two numbers of the machine, the link's speed and the time to
+start a copy, are fitted to these nine points. So this checks a fit and is no prediction."""
 RECOMPUTE_TOLERANCE = 0.10
-"""Of a prefill, by the law of a step: of this no point was used."""
+"""Tolerance of the time of a prefill by the cost model, as a fraction. None of these points was used for calibration.
+"""
 CROSSOVER_TOLERANCE = 1.0
-"""Doublings of the block size by which crossovers may be apart."""
+"""Tolerance of the crossover, in doublings of the block size."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaysBack:
-    """What both ways cost a sequence of so many tokens."""
+    """A job that computes the costs of swapping and recomputing one sequence."""
 
     model: str
     block_size: int
     tokens: int
 
     def run(self) -> ComebackCosts:
-        """By the machine."""
+        """Compute them by the machine's cost model."""
         made = machine(self.model)
         blocks = -(-self.tokens // self.block_size)
         return ComebackCosts(
@@ -50,28 +51,28 @@ class WaysBack:
 
 @dataclass(frozen=True, slots=True)
 class ComebackCosts:
-    """Seconds."""
+    """Costs of swapping and recomputing, in seconds."""
 
     one_way: float
-    """Over the link, out or in."""
+    """Time to swap out, or to swap in."""
     recompute: float
-    """One step with these tokens as a prompt."""
+    """Time of a step that computes the tokens as a prompt."""
 
 
 class Fig19a(Figure):
-    """Time to recompute, to swap in and to swap out."""
+    """Times to recompute, to swap in and to swap out."""
 
     name = "19a"
     title = f"Fig. 19a: what a way back costs, {TOKENS} tokens"
     section = "7.3"
     look = (
-        "Swapping pays for each copy, recomputing does not know of blocks. With two pools a layer, a block of one "
-        "token makes 80 copies of 10 KB: most of the time is starting them."
+        "Swapping pays for each copy. Recomputing does not depend on blocks. With two pools per layer, a block of "
+        "one token takes 80 copies of 10 KB, and most of the time is spent starting them."
     )
     change_it = (
-        "Keep each block in one piece (`copies_per_block=1` in paper/machines.py): where is the crossover now?",
-        "Move 64 tokens, or 1,024 (`TOKENS`): reading the weights is paid once however few are computed.",
-        "Take a link of 50 GB/s (`LINK_BYTES_PER_SECOND`): which block sizes gain nothing from it?",
+        "Make each block one piece (`copies_per_block=1` in paper/machines.py): where is the crossover now?",
+        "Move 64 tokens, or 1,024 (`TOKENS`). A step reads the weights once, however few tokens it computes.",
+        "Use a link of 50 GB/s (`LINK_BYTES_PER_SECOND`): which block sizes gain nothing from it?",
     )
 
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
@@ -126,10 +127,10 @@ class Fig19a(Figure):
             checks,
             [self._sentence(printed, ours)],
             [
-                f"The paper does not say how many tokens it moved; with {TOKENS} its times make 12 to 13 GB/s, which a "
-                "link has.",
-                "Our machine has one speed for both ways, the mean of the paper's two: each way alone is not judged. "
-                "What is judged of swapping was calibrated by these same points, recomputing was not.",
+                f"The paper does not say how many tokens it moved. With {TOKENS} tokens its times imply 12 to 13 GB/s, "
+                "a plausible speed of a link.",
+                "Our machine has one speed for both directions, the mean of the paper's two, so a single direction "
+                "is not judged. The judged times of swapping calibrated the machine. Those of recomputing did not.",
             ],
         )
 
@@ -141,7 +142,7 @@ class Fig19a(Figure):
         return PaperClaim(
             "recomputation overhead is never higher than 20% of swapping's latency",
             self.section,
-            f"{shares(printed)}; it would be true of being slower by 20 %",
+            f"{shares(printed)}; true only if it means slower by 20 %",
             shares(ours),
             max(a / b for a, b in zip(printed["Recompute"], printed["Swap in + out"], strict=True)) <= 0.2,
         )
@@ -152,30 +153,31 @@ class Fig19a(Figure):
 DATASET = "ShareGPT"
 WAYS: dict[str, Way] = {"Recompute": "recompute", "Swap": "swap"}
 LATENCY_TOLERANCE = 0.25
-"""Of how swapping's latency compares with recomputing's: their ratio, at each block size."""
+"""Tolerance of the ratio of swapping's to recomputing's latency at each block size, as a fraction."""
 
 
 class Fig19b(Figure):
-    """Normalized latency by block size, with either way back."""
+    """Normalized latency by block size, with swapping and with recomputing."""
 
     name = "19b"
     title = "Fig. 19b: latency with swapping or recomputing, OPT-13B"
     section = "7.3"
     look = (
-        "With medium blocks both ways back are near each other, swapping 12 to 15 % slower: every third request is "
-        "preempted, and that costs about one step. With small blocks swapping costs more: thousands of copies. With "
-        "large ones there is room for fewer requests, and more are preempted."
+        "With medium blocks, swapping and recomputing are close: swapping is 12 to 15 % slower. Every third request "
+        "is preempted, and a preemption costs about one step. With small blocks, swapping is much slower because of "
+        "its thousands of copies. With large blocks fewer requests fit, and more are preempted."
     )
     change_it = (
-        "Raise the rate by a tenth (`RATES`): with more preemptions the two part sooner.",
-        "Make blocks one piece of memory (`copies_per_block=1`): what becomes of swapping with blocks of 1?",
-        "Where victims are swapped, recompute short ones (`way_back` in `paper/vllm.py`): is that better than both?",
+        "Raise the rate by a tenth (`RATES`): with more preemptions, at which block sizes do the curves separate?",
+        "Make each block one piece of memory (`copies_per_block=1`): how slow is swapping with blocks of 1 then?",
+        "Swap long requests and recompute short ones (`way_back` in `paper/vllm.py`): is that better than either "
+        "alone?",
     )
 
     why: Mapping[str, str] = {
-        "swapping": "with small blocks only swapping becomes slow here, by its copies. On the paper's GPU so does "
-        "reading K and V, which both ways pay for, and they stay near each other. With large blocks the paper gains "
-        "by swapping and ours loses: recomputing costs less here, in steps that run anyway.",
+        "swapping": "with small blocks only swapping becomes slow here, because of its copies. On the paper's GPU "
+        "reading K and V becomes slow too, which affects both, so they stay close. With large blocks swapping wins "
+        "in the paper and loses here: recomputing costs less here, because it happens in steps that run anyway.",
     }
 
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
@@ -224,13 +226,13 @@ class Fig19b(Figure):
             [Plot(self.title, "block size (tokens)", "normalized latency (s/token)", lines, log_x=True, log_y=True)],
             checks,
             notes=[
-                f"Requests a second: {RATES[DATASET]}, so that blocks of 16 come near the paper's height; "
-                "it does not say which it took, nor for how long. So heights are not judged, only how the two compare.",
+                f"Requests per second: {RATES[DATASET]}, chosen so that blocks of 16 come near the paper's latency. "
+                "The paper does not give its rate and duration. So latencies are not judged, only their ratio.",
                 NOT_SIMULATED,
-                f"Preemptions, recomputing: {preempted}.",
-                "Where Fig. 19a says swapping and ours says recomputing: there a prefill is a step of its own, here it "
-                "joins the step of those who decode, and a swap is paid for before that step. The paper's gain of "
-                "swapping with large blocks does not come out.",
+                f"Preemptions with recomputing, by block size: {preempted}.",
+                "For some block sizes Fig. 19a favours swapping, but our trace favours recomputing. In Fig. 19a a "
+                "prefill is a separate step. Here it joins the step of the decoding requests, and a swap costs time "
+                "before that step. The paper's gain from swapping large blocks does not appear.",
             ],
         )
 

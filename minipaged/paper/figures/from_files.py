@@ -1,4 +1,4 @@
-"""Figures that are made from files which are not shipped: recorded requests, in a folder that is named for a run."""
+"""Figures that need trace files which the package does not contain. A run names their folder (`--traces`)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from minipaged.paper.figure import Figure, Job
 
 
 class MissingTrace(InvalidRequest):
-    """A file that a figure is made from is not there; the message says which, and where it can be had."""
+    """Raised if a figure's trace file is missing. The message names the file, and where to get it."""
 
 
 class FromFiles(Figure):
-    """A figure from files in the folder with the traces."""
+    """A figure that is made from files in the folder with the traces."""
 
     section = "beyond"
     needs_traces = True
     files: ClassVar[Sequence[str]]
     source: ClassVar[str]
-    """Where they can be had."""
+    """The place where the files can be downloaded."""
 
     def __init__(self, traces: Path | None = None) -> None:
         self._traces = traces
@@ -38,4 +38,4 @@ class FromFiles(Figure):
 
     @abstractmethod
     def jobs_with(self, paths: Sequence[str], quick: bool, seed: int) -> list[Job]:
-        """The jobs, with the files at these places."""
+        """Return the jobs. `paths` are the paths of `files`."""

@@ -1,4 +1,4 @@
-"""A plot of normalized latency against request rate, as in Figs. 12, 14, 16 and 17: a curve for each system."""
+"""A plot of normalized latency against request rate, with a curve for each system, as in Figs. 12, 14, 16 and 17."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from minipaged.paper.figure import Check, Figure, FigureResult, Job, Line, Paper
 from minipaged.paper.serving import ServingSetup, systems
 
 BEYOND = 1.1, 1.2
-"""Each curve goes on to so many times the rate at which the paper's leaves its panel, or of its last point."""
+"""Each curve is also run at these multiples of the rate at which the paper's curve leaves its panel, or of its last
+rate if it does not."""
 RISE, APART = 8.0, 1.05
-"""With seed 0 no curve of ours rises more than RISE times around its knee from one point to the next, unless the higher
-rate is at most APART times the lower: on a longer straight line the knee would lie where nothing was run."""
+"""The two points around a knee of ours differ by at most a factor of RISE in latency, or by at most a factor of APART
+in rate (with seed 0). Otherwise the knee would lie on a long straight line, far from any point that was run."""
 BETWEEN: Mapping[str, Mapping[str, tuple[float, ...]]] = {
     "12a": {"Orca (Max)": (0.575, 0.613), "Orca (Pow2)": (0.838,)},
     "12b": {"Orca (Max)": (0.15,), "Orca (Pow2)": (0.275,), "Orca (Oracle)": (0.35,)},
@@ -38,13 +39,13 @@ BETWEEN: Mapping[str, Mapping[str, tuple[float, ...]]] = {
     "16a": {"vLLM": (44.0,)},
     "17": {"Orca (Max)": (0.5,)},
 }
-"""Panel -> system -> the rates that were added by this rule, in the order in which `halfway` asked for them: to every
-curve that needed them, whatever its verdict was or became. (Not to FasterTransformer's, which gets none.)"""
+"""Panel -> system -> rates that were added by this rule, in the order in which `halfway` returned them. Every curve
+that needed them got them, whatever its verdict was before or after, except FasterTransformer's, which is not judged."""
 
 
 def halfway(line: Sequence[published.Point]) -> float | None:
-    """The rate that a curve wants next, in three digits: halfway between those on either side of its knee. None if it
-    wants no more."""
+    """Return the rate that a curve needs next, halfway between the two points around its knee, rounded to three digits.
+    Returns None if it needs no more."""
     for (x0, y0), (x1, y1) in pairwise(line):
         if y0 <= published.KNEE < y1:
             return float(f"{(x0 + x1) / 2:.3g}") if y1 > RISE * y0 and x1 > APART * x0 else None
@@ -52,14 +53,15 @@ def halfway(line: Sequence[published.Point]) -> float | None:
 
 
 class Panel(Figure):
-    """One panel: what is served (`serving`), by which systems, for how long."""
+    """One panel. Subclasses say what is served (`serving`), for how long, and what is checked."""
 
     seconds = 3600.0
-    """How long the traces are."""
+    """Duration of the traces."""
     quick_seconds = 300.0
-    """The same of quick runs."""
+    """Duration of the traces of quick runs."""
     further: Mapping[str, tuple[float, ...]] = {}
-    """System -> factors as in BEYOND, where ours leaves the panel later."""
+    """System -> additional multiples like BEYOND's, if its curve leaves the panel later in our runs than in the paper.
+    """
 
     def __init__(self, panel: str) -> None:
         self.name = self.panel = panel
@@ -67,12 +69,14 @@ class Panel(Figure):
         self.systems = list(published.curves(panel))
 
     def serving(self, system: str, rate: float, seconds: float, seed: int) -> ServingSetup:
-        """One point of a curve."""
+        """Return the job for one point of a curve."""
         return ServingSetup(system, self.model, published.dataset(self.panel), rate, seconds, seed)
 
     def rates(self, system: str) -> list[float]:
-        """Those of the paper's points, each once; one beyond the panel, or two where its curve does not leave it; and
-        some that ours needs (`further`, `BETWEEN`)."""
+        """Return the rates to run.
+
+        These are the rates of the paper's points, each once; the first multiple of BEYOND if the paper's curve leaves
+        the panel, or else both; and the rates of `further` and `BETWEEN`."""
         drawn, line = published.curves(self.panel)[system], published.with_exit(self.panel, system)
         beyond = *BEYOND[: 1 if len(line) > len(drawn) else 2], *self.further.get(system, ())
         between = BETWEEN.get(self.panel, {}).get(system, ())
@@ -83,7 +87,7 @@ class Panel(Figure):
         return [self.serving(system, rate, seconds, seed) for system in self.systems for rate in self.rates(system)]
 
     def curves(self, results: Mapping[Job, Any]) -> dict[str, list[published.Point]]:
-        """Ours."""
+        """Return our curves from the results of the jobs."""
         found: dict[str, list[published.Point]] = {system: [] for system in self.systems}
         for job, result in results.items():
             assert isinstance(job, ServingSetup)
@@ -98,7 +102,7 @@ class Panel(Figure):
         return Plot(self.title, "requests/s", "normalized latency (s/token)", lines, y_max=1.0)
 
     def knees(self, ours: Mapping[str, Sequence[published.Point]]) -> dict[str, tuple[float | None, float | None]]:
-        """Of each system the paper's and ours."""
+        """Return the paper's knee and ours for each system."""
         return {
             system: (
                 published.knee(published.with_exit(self.panel, system)),
@@ -117,7 +121,7 @@ class Panel(Figure):
     def ratios(
         self, ours: Mapping[str, Sequence[published.Point]], over: str, under: str
     ) -> tuple[float | None, float | None]:
-        """How many times the requests of `under` `over` serves, in the paper and here."""
+        """Return the ratio of the knee of `over` to the knee of `under`, in the paper and in ours."""
         knees = self.knees(ours)
         of = [None if a is None or b is None else a / b for a, b in zip(knees[over], knees[under], strict=True)]
         return of[0], of[1]
@@ -125,14 +129,16 @@ class Panel(Figure):
     def ratio_check(
         self, ours: Mapping[str, Sequence[published.Point]], over: str, under: str, tolerance: float
     ) -> Check:
-        """The two beside each other."""
+        """Return a check of the ratio of two systems' knees."""
         return Check(f"{over} ÷ {under}", *self.ratios(ours, over, under), tolerance, unit="×")
 
     def times_said(
         self, ours: Mapping[str, Sequence[published.Point]], words: str, times: float, read: float, section: str = ""
     ) -> PaperClaim:
-        """A sentence by which vLLM serves so many times the requests of Orca (Oracle). `read`: how far what is read off
-        the paper's curves may be from it, as a part of it. `section`: where it stands, else the figure's."""
+        """Return the paper's sentence `words`, which says that vLLM serves `times` the rate of Orca (Oracle).
+
+        The sentence holds if the paper's own curves give `times` within the fraction `read`. `section` is the
+        sentence's section, by default the figure's."""
         paper, found = self.ratios(ours, "vLLM", "Orca (Oracle)")
         in_paper, in_ours = ("no number" if x is None else f"{x:.2f} x" for x in (paper, found))
         holds = paper is not None and abs(paper / times - 1) <= read
@@ -144,7 +150,7 @@ class Panel(Figure):
         return FigureResult([self.plot(ours)], self.checks(ours), self.sentences(ours), notes)
 
     def without_knee(self, ours: Mapping[str, Sequence[published.Point]]) -> list[str]:
-        """Why the table has places without a number, if it has: which curves do not come to their knees."""
+        """Return a note that names the curves without a knee, whose places in the table are empty, if there are any."""
         ends = [f"{name} {line[-1][0]:.3g}/s" for name, line in ours.items() if published.knee(line) is None]
         if not ends:
             return []
@@ -156,10 +162,10 @@ class Panel(Figure):
 
     @abstractmethod
     def checks(self, ours: Mapping[str, Sequence[published.Point]]) -> list[Check]:
-        """What is compared; knees are at `published.KNEE` seconds a token."""
+        """Return the panel's checks. Knees are at `published.KNEE` seconds per token."""
 
     def sentences(self, ours: Mapping[str, Sequence[published.Point]]) -> list[PaperClaim]:
-        """Of the paper, about its panel."""
+        """Return the paper's sentences on this panel."""
         return []
 
     def notes(self) -> list[str]:

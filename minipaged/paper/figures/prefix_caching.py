@@ -1,8 +1,8 @@
-"""Prefix caching on Mooncake's traces: what share of the prompts' tokens a cache of so many tokens would have had.
+"""Prefix caching on Mooncake's traces: the hit rate, as a share of all prompt tokens, by the size of the cache.
 
-The traces (Qin et al., FAST 2025) say of each request the hashes of its prompt's blocks, of 512 tokens each. The cache
-is the engine's own (`engine/prefix_cache.py`), with such a hash in the place of a block's tokens. Requests come one
-after another and give their blocks back at once; so this is the best that such a cache of that size could do.
+The traces (Qin et al., FAST 2025) contain, for each request, hashes of its prompt's blocks of 512 tokens. The cache is
+the engine's own (`engine/prefix_cache.py`), with such a hash in place of a block's tokens. Requests are handled one
+after another, and release their blocks immediately. So this is the best that such a cache of that size can do.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from minipaged.simulation.simulated import simulated_tier
 HASHED_TOKENS = 512
 TRACES = ("conversation", "synthetic")
 SIZES = (1_000, 2_000, 5_859, 10_000, 30_000, 100_000)
-"""Blocks of 512 tokens; 5,859 are the 3 million tokens at which Mooncake's authors give a number."""
+"""Sizes of the cache in blocks of 512 tokens."""
 AT = 5_859
+"""The size for which Mooncake's authors publish a number: 3 million tokens."""
 CEILING = {"conversation": 0.40, "synthetic": 0.66}
-"""Of the prompts' tokens, what was there before: the most that any cache could have had (Qin et al.)."""
+"""The share of prompt tokens that occurred before: the highest hit rate of any cache (Qin et al.)."""
 PUBLISHED = {"conversation": 0.41, "synthetic": 0.46}
-"""Of what an endless cache would have had, what one of 3 million tokens has (Qin et al.)."""
+"""The hits of a cache of 3 million tokens as a share of an unlimited cache's hits (Qin et al.)."""
 TOLERANCE = 0.06
-"""In shares. How the authors' cache evicts differs in detail."""
+"""Tolerance of these shares. The eviction of the authors' cache differs in details."""
 
 
 @dataclass(frozen=True, slots=True)
 class HitRate:
-    """Of the prompts' tokens, those that were found, and all."""
+    """Prompt tokens found in the cache, and all prompt tokens."""
 
     found: int
     tokens: int
@@ -44,13 +45,13 @@ class HitRate:
 
 @dataclass(frozen=True, slots=True)
 class CachedTrace:
-    """One trace through one cache."""
+    """A job that runs one trace through one cache."""
 
     path: str
     num_blocks: int
-    """0: no end of them."""
+    """Size of the cache. 0: unlimited."""
     most: int = 0
-    """Requests; 0: all."""
+    """The number of requests to use. 0: all."""
 
     def run(self) -> HitRate:
         requests = list(hashes_of(Path(self.path), self.most))
@@ -76,8 +77,8 @@ class CachedTrace:
 
 
 def hashes_of(path: Path, most: int) -> Iterator[tuple[list[int], int]]:
-    """Of each request the hashes of its prompt's blocks, and how many tokens it has. Raises InvalidRequest for what is
-    no such trace."""
+    """Yield the hashes of each prompt's blocks, and its number of tokens. Raises InvalidRequest if the file is no such
+    trace."""
     number = 0
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
@@ -87,32 +88,34 @@ def hashes_of(path: Path, most: int) -> Iterator[tuple[list[int], int]]:
                 request = json.loads(line)
                 yield [int(one) for one in request["hash_ids"]], int(request["input_length"])
     except (EOFError, UnicodeDecodeError, zlib.error):  # before ValueError, which one of them is
-        raise InvalidRequest(f"{path} ends early, or is no text, after line {number}; fetch it again") from None
+        raise InvalidRequest(f"{path} is cut off or not text after line {number}; download it again") from None
     except OSError as error:
         raise InvalidRequest(f"cannot read the trace {path}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError):
         raise InvalidRequest(
-            f"{path}, line {number}: no JSON object with hash_ids and input_length, as Mooncake's traces have"
+            f"{path}, line {number} is not a JSON object with hash_ids and input_length, as in Mooncake's traces"
         ) from None
     if not number:
         raise InvalidRequest(f"{path} has no requests")
 
 
 class PrefixCaching(FromFiles):
-    """Hit rate against the size of the cache, for two traces."""
+    """Hit rates of two traces by the size of the cache."""
 
     name = "beyond/prefix-caching"
     title = "Prefix caching: hit rate against cache size, Mooncake's traces"
     files = tuple(f"mooncake_{name}.jsonl.gz" for name in TRACES)
     source = "FAST25-release/traces of github.com/kvcache-ai/Mooncake (Qin et al., FAST 2025), compressed by gzip"
     look = (
-        "Both curves grow slowly, for prefixes come again long after they were there: it takes some 15 million tokens "
-        "for nearly all that there is to have. The synthetic trace, which has more of them, is there a little sooner."
+        "Both curves grow slowly, because prefixes return long after their last use. Some 15 million tokens are "
+        "needed for nearly all possible hits. The synthetic trace, which has more shared prefixes, gets there with a "
+        "slightly smaller cache."
     )
     change_it = (
-        "Evict at random in place of the least recently used (`PrefixCache.evict`): how much of the curve is lost?",
-        "Split the requests among four caches by turns: what does a router without prefixes throw away?",
-        "Let blocks have 4,096 tokens (every eighth hash): what do large blocks cost?",
+        "Evict at random instead of the least recently used block (`PrefixCache.evict`): how much of the hit rate is "
+        "lost?",
+        "Split the requests among four caches in turns: what does a router that ignores prefixes lose?",
+        "Use blocks of 4,096 tokens (every eighth hash): what do large blocks cost?",
     )
 
     def jobs_with(self, paths: Sequence[str], quick: bool, seed: int) -> list[Job]:
@@ -144,8 +147,9 @@ class PrefixCaching(FromFiles):
             [plot],
             checks,
             notes=[
-                "Dashed are the authors' numbers: their ceilings, and what of these a cache of 3 million tokens has.",
-                "Our endless cache stays below their ceilings. It finds whole blocks, from the beginning of a prompt "
-                "on; how they counted is not known, so ceilings are not judged.",
+                "Dashed lines are the authors' numbers: their ceilings, and the share of them that a cache of 3 "
+                "million tokens reaches.",
+                "Our endless cache stays below their ceilings. It finds only whole blocks, from the beginning of a "
+                "prompt on. How the authors counted is not known, so the ceilings are not judged.",
             ],
         )

@@ -1,7 +1,8 @@
-"""Real requests in the place of drawn ones: the times and lengths of an Azure trace, and pairs of ShareGPT's lengths.
+"""Real requests instead of drawn ones: the times and lengths of an Azure trace, and pairs of ShareGPT's lengths.
 
-The paper draws arrivals from a Poisson process, and of its lengths only histograms are known. Both can be doubted with
-what services have recorded since. Requests that the model cannot hold are left out, and the notes say how many.
+The paper draws arrivals from a Poisson process, and only histograms of its lengths are known. Traces that services have
+recorded since test both simplifications. Requests that exceed the model's context are left out, and the notes state
+their number.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ QUICK_REQUESTS = 500
 
 @dataclass(frozen=True, slots=True)
 class OfFile:
-    """What came of requests from a file."""
+    """The result of serving requests from a file."""
 
     served: ServingResult
     of_file: int
-    """Requests of the file, or of what was taken of it."""
+    """The number of requests that were read from the file."""
     too_long: int
-    """Those of them that were left out."""
+    """The number of these that were left out because they are too long."""
 
 
 def of_file(asked: list[PaperRequest], fit: list[PaperRequest], served: ServingResult) -> OfFile:
@@ -49,27 +50,27 @@ def of_file(asked: list[PaperRequest], fit: list[PaperRequest], served: ServingR
 
 
 def left_out(results: Mapping[Job, Any]) -> str:
-    """A note of how many requests were."""
+    """Return a note on the number of requests that were left out."""
     one = next(iter(results.values()))
     return (
-        f"{one['too_long']:,} of {one['of_file']:,} requests are left out: with prompt and output they have "
+        f"{one['too_long']:,} of {one['of_file']:,} requests are left out: prompt and output together have "
         f"{MAX_MODEL_LEN:,} tokens or more, which the model cannot hold."
     )
 
 
 @dataclass(frozen=True, slots=True)
 class ServedTrace:
-    """A trace, its clock slowed to a rate, on vLLM's machine."""
+    """A job that serves a trace by vLLM, with the trace's times scaled to a rate."""
 
     path: str
     rate: float
     seed: int
     poisson: bool = False
-    """Whether requests come at random in the place of the trace's times."""
+    """Whether arrivals are a Poisson process instead of the trace's times."""
     shuffled: bool = False
-    """Whether who comes when is drawn."""
+    """Whether the requests are shuffled among the times."""
     most: int = 0
-    """Requests of the trace; 0: all."""
+    """The number of requests to use from the trace. 0: all."""
     model: str = "OPT-13B"
 
     def run(self) -> OfFile:
@@ -85,7 +86,7 @@ class ServedTrace:
 
 
 class Azure(FromFiles):
-    """Latency against rate: the trace as it is, and with less and less of what it has."""
+    """Latency by rate, for three versions of a trace: as recorded, shuffled, and shuffled with Poisson arrivals."""
 
     name = "beyond/azure"
     title = "Real arrivals: Azure's trace of conversations against a Poisson process (OPT-13B, vLLM)"
@@ -94,14 +95,15 @@ class Azure(FromFiles):
         "AzureLLMInferenceTrace_conv.csv of github.com/Azure/AzurePublicDataset (Patel et al., ISCA 2024; CC-BY 4.0)"
     )
     look = (
-        "From second to second the trace is hardly more uneven than a Poisson process, but within its hour the rate "
-        "goes up by two fifths and down again. By that alone (its times, its lengths in any order) the queue grows "
-        "earlier. In the trace those who come in the busy minutes ask for less, which takes a part of it back."
+        "From second to second the trace is hardly more uneven than a Poisson process. But within its hour the rate "
+        "rises by two fifths and falls again. This alone (the trace's times with shuffled lengths) makes the queue "
+        "grow earlier. In the trace, requests of the busy minutes are shorter, which compensates for a part of it."
     )
     change_it = (
-        "Take every fifth request at its own time, the clock as it is (`at_rate`): what is left of the bursts?",
-        "Keep the order of the lengths and only draw the times (`at_random`): which of the three is it nearest?",
-        'Serve with `policy="shortest-first"`: does it matter more with bursts, or without?',
+        "Take every fifth request at its original time, without scaling the times (`at_rate`): what is left of the "
+        "bursts?",
+        "Keep the order of the lengths and only draw the times (`at_random`): which of the three curves is nearest?",
+        'Serve with `policy="shortest-first"`: does the policy matter more with bursts or without?',
     )
     RATES = (0.6, 0.8, 0.9, 1.0, 1.1, 1.2)
     KINDS: Mapping[str, tuple[bool, bool]] = {
@@ -111,7 +113,7 @@ class Azure(FromFiles):
     }
     """Name -> (poisson, shuffled)."""
     AT = 1.0
-    """At this rate the tails are compared."""
+    """The rate at which the tails are compared."""
 
     def jobs_with(self, paths: Sequence[str], quick: bool, seed: int) -> list[Job]:
         most = QUICK_REQUESTS if quick else 0
@@ -144,15 +146,15 @@ class Azure(FromFiles):
             tail = of_kind[kind][self.AT]["first_token"]["p99"]
             checks.append(Check(f"{name}: 99 % of TTFT at {self.AT:g}/s", None, tail, None, unit=" s"))
         slowed = (
-            "The trace's clock is slowed to each rate: its bursts keep their requests, and last longer. Knees are at "
-            f"{published.KNEE} s/token of normalized latency, as in Fig. 12. Any order: who comes when is drawn."
+            "The trace's times are stretched to each rate: its bursts keep their requests, and last longer. Knees are "
+            f"at {published.KNEE} s/token of normalized latency, as in Fig. 12. Any order: the requests are shuffled."
         )
         return FigureResult(plots, checks, notes=[left_out(results), slowed])
 
 
 @dataclass(frozen=True, slots=True)
 class ServedLengths:
-    """Lengths of a file, which arrive at random, served by one system."""
+    """A job that serves requests with lengths from a file and Poisson arrivals, on one system."""
 
     path: str
     system: str
@@ -160,7 +162,7 @@ class ServedLengths:
     seconds: float
     seed: int
     apart: bool = False
-    """Whether prompts and outputs are paired anew."""
+    """Whether outputs are paired with prompts at random."""
     model: str = "OPT-13B"
 
     def run(self) -> OfFile:
@@ -172,7 +174,7 @@ class ServedLengths:
 
 
 class ShareGPTPairs(FromFiles):
-    """Fig. 12a with real pairs of lengths, whose prompts have the history of their conversations."""
+    """Fig. 12a with real pairs of lengths. The prompts include the history of their conversations."""
 
     name = "beyond/sharegpt"
     title = "Fig. 12a with real pairs of ShareGPT's lengths (OPT-13B)"
@@ -182,15 +184,15 @@ class ShareGPTPairs(FromFiles):
         "(Agrawal et al., OSDI 2024; Apache-2.0), compressed by gzip"
     )
     look = (
-        "Here a prompt is a whole conversation, four times as long as in Fig. 11, so every knee comes sooner. What to "
-        "compare are the distances between the systems: the order is the paper's, but the longer the prompts, the less "
-        "of a sequence is yet to come, and the less there is to gain by not reserving it. And whether prompts and "
-        "outputs are paired as they were, or anew (as in Fig. 12 here), is hardly seen."
+        "Here a prompt is a whole conversation, four times as long as in Fig. 11, so every knee comes earlier. "
+        "Compare the distances between the systems. The order is the paper's. But the longer the prompts, the fewer "
+        "of a sequence's tokens are still to come, and the less there is to gain by not reserving them. Whether "
+        "prompts and outputs are paired as recorded or at random (as in Fig. 12 here) makes hardly any difference."
     )
     change_it = (
         "Leave out prompts of more than 500 tokens (`that_fit`): do the knees come back to the paper's?",
         "Serve OPT-175B (`model`, and raise `RATES`), which has four times the slots: how far is Orca (Oracle) then?",
-        "Cut prompts to their last 1,024 tokens in place of leaving requests out: who gains?",
+        "Cut prompts to their last 1,024 tokens instead of leaving requests out: which system gains?",
     )
     RATES: Mapping[str, tuple[float, ...]] = {
         "Orca (Max)": (0.3, 0.4, 0.45, 0.5, 0.6),
@@ -221,7 +223,7 @@ class ShareGPTPairs(FromFiles):
             in_paper, in_ours = (a / b if a and b else None for a, b in pairs)
             checks.append(Check(f"vLLM ÷ {system}", in_paper, in_ours, None, unit="×"))
         plot = Plot(self.title, "requests/s", "normalized latency (s/token)", lines, y_max=1.0)
-        other = "The paper's lines and numbers are of Fig. 12a, with its own mix of lengths: nothing is judged."
+        other = "The paper's lines and numbers are those of Fig. 12a, which has other lengths, so nothing is judged."
         return FigureResult([plot], checks, notes=[left_out(results), other])
 
 

@@ -1,9 +1,9 @@
-"""Several engines behind a router: what is found in their prefix caches, and how long first tokens take.
+"""Several engines behind a router: the hit rates of their prefix caches, and the times to first token.
 
-The routers are those of `minipaged serve --replicas` (`replicas/routing.py`), and so is what they are told: the changes
-of each cache, once a second. Each replica is an engine on a simulated machine with a clock of its own. What happens
-first is done first: of the engines that have something to do, the one whose clock is behind does the next step, unless
-something arrives, or is answered, before that.
+The routers are those of `minipaged serve --replicas` (`replicas/routing.py`). As there, they receive the changes of
+each cache once per second. Each replica is an engine on a simulated machine with its own clock. Events are processed in
+order of time: the busy engine with the earliest clock runs the next step, unless a request arrives or is answered
+before.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from minipaged.simulation.traces import Percentiles
 
 BLOCK_SIZE = 16
 NEWS_SECONDS = 1.0
-"""From one time that replicas tell of their caches to the next (as Ray asks them)."""
+"""Seconds between two reports of the replicas' caches to the router (the same interval as Ray's)."""
 ROUTERS: Mapping[str, Callable[[], Router]] = {
     "round robin": RoundRobin,
     "least loaded": LeastLoaded,
@@ -39,30 +39,30 @@ QUICK_SECONDS, SECONDS = 60.0, 600.0
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """What it came to."""
+    """The result of serving conversations on several replicas."""
 
     requests: int
     hit_rate: float
-    """Of the prompts' tokens, what was found when a request was first admitted."""
+    """The share of prompt tokens found in the prefix cache when a request was first admitted."""
     most: float
-    """The same, if nothing were ever evicted and each round came where the one before it was."""
+    """The hit rate if nothing were evicted and all rounds of a conversation went to one replica."""
     first_token: Percentiles
     latency: Percentiles
 
 
 class Talk:
-    """A conversation, and where it stands."""
+    """A conversation in progress."""
 
     def __init__(self, number: int, rounds: Sequence[Round]) -> None:
         self._coming = deque(rounds)
-        self._word = TOKEN + 1 + number  # said again and again, so that no two conversations share a block
+        self._word = TOKEN + 1 + number  # repeated in every message, so that no two conversations share a block
         self.prompt: list[int] = []
         self.history_tokens = 0
-        """Of the prompt, what was said and answered in the rounds before."""
+        """Tokens of the prompt that belong to earlier rounds."""
         self.round: Round
 
     def next(self) -> bool:
-        """Go on to the next round, if there is one: its prompt has the answer of the one before it."""
+        """Advance to the next round, and return whether there is one. Its prompt includes the previous answer."""
         if not self._coming:
             return False
         if self.prompt:
@@ -73,7 +73,7 @@ class Talk:
 
 
 class SimulatedReplica:
-    """An engine with a prefix cache, on a machine and a clock of its own."""
+    """An engine with a prefix cache, on its own simulated machine and clock."""
 
     def __init__(self, model: str) -> None:
         self.runner, self.news = SimulatedRunner(machine(model), BLOCK_SIZE), CacheNews()
@@ -87,9 +87,9 @@ class SimulatedReplica:
         )
         self.engine = Engine(config, simulated_tier(), self.runner, listeners=[self.news], clock=self.runner.clock)
         self.asked: dict[str, tuple[Talk, float]] = {}
-        """Request -> the conversation, and when it came."""
+        """Request -> its conversation and its time of arrival."""
         self.load = 0
-        """Requests sent and not ended."""
+        """The number of unfinished requests."""
 
     def take(self, talk: Talk, seconds: float) -> None:
         self.runner.now = max(self.runner.now, seconds)
@@ -103,7 +103,7 @@ class SimulatedReplica:
 
 
 class Fleet:
-    """Replicas behind a router, and what is going to happen."""
+    """Replicas behind a router, with a queue of coming events."""
 
     def __init__(self, router: Router, num_replicas: int, model: str) -> None:
         self._router, self._told = router, 0.0
@@ -116,7 +116,7 @@ class Fleet:
         self._first_token, self._latency = list[float](), list[float]()
 
     def run(self, talks: Iterable[Talk]) -> Routed:
-        """Let them talk to their ends."""
+        """Serve all conversations until they end."""
         for talk in talks:
             self._go_on(talk, 0.0)
         while True:
@@ -158,7 +158,7 @@ class Fleet:
             assert metrics.first_token_time is not None
             self._prompt_tokens += len(talk.prompt)
             self._found += output.num_cached_tokens
-            ran = max(0, talk.history_tokens - 1)  # the last token of an answer is chosen and not run
+            ran = max(0, talk.history_tokens - 1)  # the last token of an answer was never run
             self._known += ran // BLOCK_SIZE * BLOCK_SIZE
             self._first_token.append(metrics.first_token_time - came)
             self._latency.append(metrics.finished_time - came)
@@ -168,14 +168,15 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class RoutedChats:
-    """Conversations before so many replicas."""
+    """A job that serves conversations on several replicas."""
 
     router: str
+    """The router, a key of ROUTERS."""
     replicas: int
     rate: float
-    """Conversations that begin in a second, for each replica."""
+    """The number of conversations that begin per second and replica."""
     seconds: float
-    """For so long they begin."""
+    """The time during which conversations begin."""
     seed: int
     model: str = "OPT-13B"
 
@@ -186,21 +187,21 @@ class RoutedChats:
 
 
 class Routing(Figure):
-    """Hit rate, and time to first token, against the number of replicas."""
+    """Hit rate and time to first token by the number of replicas."""
 
     name = "beyond/routing"
     title = "Replicas behind a router: chatbot, OPT-13B, as many users for each replica"
     section = "beyond"
     look = (
-        "With as many users for each replica nothing should change to the right. By turns a round meets what the one "
-        "before it has left by chance, one time in so many replicas; who goes by prefixes finds nearly what one "
-        "replica alone would find. Caches of 15,700 tokens are small: running requests take most of them, and of what "
-        "could be found half has been evicted by then."
+        "The number of users per replica is constant, so ideally nothing changes to the right. With round robin, a "
+        "round of a conversation reaches the replica with its history only by chance. The prefix-aware router finds "
+        "nearly as much as a single replica. Caches of 15,700 tokens are small: running requests take most of them, "
+        "and half of what could be found has been evicted by then."
     )
     change_it = (
-        "Begin 0.15 conversations a second (RATE): which of the two, hits or seconds, gains more now?",
-        "Let replicas never tell of their caches (NEWS_SECONDS = 1e9): how far does what was sent where go?",
-        "`PrefixAware(BLOCK_SIZE, apart=0, ratio=1)`: what does it cost to balance before all else?",
+        "Begin 0.15 conversations per second (RATE): which improves more now, hits or seconds?",
+        "Never report caches to the router (NEWS_SECONDS = 1e9): how good is its own record of what it sent where?",
+        "Use `PrefixAware(BLOCK_SIZE, apart=0, ratio=1)`: what does it cost to put balance before everything else?",
     )
     RATE = 0.25
     REPLICAS = (1, 2, 4, 8)
@@ -235,9 +236,10 @@ class Routing(Figure):
             for what, result in numbers
         ]
         note = (
-            "Of a conversation each prompt has all that was said and answered before it. It has ShareGPT's lengths, "
-            "goes on 20 s after an answer on average, and ends one time in ten, or where the model's context does "
-            "(pauses and ends are assumed). No two have anything in common. The routers are those of `minipaged serve "
-            "--replicas`, and are told of the caches once a second."
+            "Each prompt contains all earlier messages and answers of its conversation. Conversations have "
+            "ShareGPT's lengths, and continue 20 s after an answer on average. They end with a probability of one "
+            "tenth after each round, or when the model's context is full (pauses and ends are assumed). Different "
+            "conversations share nothing. The routers are those of `minipaged serve --replicas`. They receive the "
+            "changes of the caches once per second."
         )
         return FigureResult(plots, checks, notes=[note])

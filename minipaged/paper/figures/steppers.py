@@ -1,7 +1,7 @@
-"""Figs. 4 to 10: the system at work on the paper's own small examples, each a recorded run of the engine.
+"""Figs. 4 to 10: the paper's own small examples, each as a recorded run of the engine.
 
-Their numbers are counted, so none may be off. Which block is handed out is not judged: the pool is in whatever order
-the requests before have left it in, and here in the paper's (`Tale.first_blocks`).
+Their numbers are counted, so they must match exactly. Block numbers are not judged: they depend on the order in which
+earlier requests freed the pool's blocks. Here the order is set to give the paper's numbers (`Tale.first_blocks`).
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from minipaged.paper.telling import WORKERS, RetoldRun, Tale, TaleRequest, entri
 from minipaged.replay.state import LiveSequence, State
 
 TOLERANCE = 0.0
-"""Of everything here."""
+"""Tolerance of all checks here: counts must match."""
 SPEECH = "Four score and seven years ago our fathers brought forth on this continent a new nation"
 MOTHERS = "Four score and seven years ago our mothers crossed the wide and stormy sea in a boat"
 TIMES = "It was the best of times it was the worst of times"
 PROMPT = "Four score and seven years ago our"
-"""The paper's, of seven tokens where each word is one."""
+"""The paper's prompt. It has seven tokens, as each word is one."""
 PREFIX = (
     "Translate English to French: sea otter => loutre de mer peppermint => menthe poivrée plush girafe => girafe en "
     "peluche"
 )
 TASKS = ("cheese => fromage .", "I love you => Je t'aime .")
-"""What comes after the prefix, with the answers."""
+"""Texts after the prefix: the task and its answer."""
 STORIES = (
     "It was a dark and stormy noon at sea and calm",
     "It was a dark and stormy night and the rain fell",
@@ -38,11 +38,11 @@ STORIES = (
     "It was the best of times it was the worst",
 )
 BEAMS, DIES = 4, 7
-"""Of the search of Fig. 9: how many beams, and in which step two of them die."""
+"""The search of Fig. 9: the number of beams, and the step in which two of them die."""
 
 
 class Stepped(Figure):
-    """A figure that is a run to be stepped through."""
+    """A figure that is a recorded run to step through."""
 
     tale: Tale
 
@@ -56,11 +56,11 @@ class Stepped(Figure):
 
     @abstractmethod
     def pictures(self, told: RetoldRun) -> list[Blocks]:
-        """Of the moments that tell."""
+        """Return pictures of the run's important moments."""
 
     @abstractmethod
     def checks(self, told: RetoldRun) -> list[Check]:
-        """What the paper says of its figure as facts."""
+        """Return checks of the facts that the paper states about its figure."""
 
     def notes(self, told: RetoldRun) -> list[str]:
         return []
@@ -71,30 +71,31 @@ def exact(what: str, paper: int, ours: int, unit: str = "") -> Check:
 
 
 def sequences(state: State) -> list[LiveSequence]:
-    """Those that hold blocks, in order of their numbers."""
+    """Return the sequences that hold blocks, in order of their numbers."""
     return [state.sequences[number] for number in sorted(state.sequences) if state.sequences[number].table]
 
 
 def held_by(state: State, number: int) -> set[int]:
-    """The blocks that so many sequences hold."""
+    """Return the blocks that exactly `number` sequences hold."""
     return {block for block, holders in state.device.holders.items() if len(holders) == number}
 
 
 class Fig4(Stepped):
-    """One scheduler and one KV cache manager; workers that are sent each step."""
+    """One scheduler and one KV cache manager, which send each step to the workers."""
 
     name = "4"
     title = "Fig. 4: the system: one KV cache manager, several workers"
     section = "4"
     look = (
-        "The manager's block tables first; beside and below it what each worker knows of them, by nothing but the "
-        "steps that it was sent. Each worker has a pool of its own, for its share of the heads, in which a block has "
-        "the same number. Step through the run to see who decides: scheduler, then tables, then the model."
+        "First look at the manager's block tables, then at the workers' views, which result from the steps alone. "
+        "Each worker has its own pool for its share of the heads, in which a block has the same number. Step through "
+        "the run to see the order of decisions: scheduler, then tables, then the model."
     )
     change_it = (
-        "Let four workers follow (`WORKERS` in `telling.py`): does the manager do more work?",
-        "Give the pool 4 blocks (`Fig4.tale`): the second request waits, and no worker hears of it until it runs.",
-        "Send a worker no changes of tables (`step._replace(tables=())` in `Teller.run`): what fails, and when?",
+        "Use four workers (`WORKERS` in `telling.py`): does the manager do more work?",
+        "Give the pool 4 blocks (`Fig4.tale`): the second request waits, and no worker learns of it until it runs.",
+        "Do not send changes of tables to the workers (`step._replace(tables=())` in `Teller.run`): what fails, and "
+        "when?",
     )
     tale = Tale(
         "A scheduler, a KV cache manager, and workers",
@@ -103,7 +104,7 @@ class Fig4(Stepped):
         first_blocks=(7, 1, 5, 2, 3),
     )
     moment = 3
-    """The step of the pictures."""
+    """The step after which the pictures are taken."""
 
     def pictures(self, told: RetoldRun) -> list[Blocks]:
         state = told.after_step(self.moment)
@@ -112,7 +113,7 @@ class Fig4(Stepped):
         return [manager, *(self._worker(i, one["tables"], manager, state) for i, one in enumerate(seen))]
 
     def _worker(self, number: int, found: Mapping[str, Sequence[int]], manager: Blocks, state: State) -> Blocks:
-        """What a worker knows: its tables, and its pool, which it fills as it is told."""
+        """Return a picture of a worker's view: its block tables and its pool."""
         tables = []
         for name, blocks in found.items():
             filled = [state.device.filled.get(block, 0) for block in blocks]
@@ -148,29 +149,30 @@ class Fig4(Stepped):
     def notes(self, told: RetoldRun) -> list[str]:
         rows = ", ".join(f"“{words}”" for words in told.sent[self.moment - 1]["seen"][0]["queries"])
         return [
-            f"What step {self.moment} runs: {rows}. A step is data (`steps.py`), of which only what has changed is "
-            "sent: here the workers follow it in this process, and `parallel/` sends it to others."
+            f"Step {self.moment} runs: {rows}. A step is data (`steps.py`), and contains only changes. Here the "
+            "workers follow it in this process; `parallel/` sends it to other processes."
         ]
 
 
 class Fig5(Stepped):
-    """A query, and the blocks that its attention reads."""
+    """A query and the blocks that its attention reads."""
 
     name = "5"
     title = "Fig. 5: attention over blocks that are not side by side"
     section = "4.1"
     look = (
-        "The query is of “forth”. Its keys and values, and those of all before it, are in three blocks, which lie "
-        "anywhere in the pool. The block table says where, and in which order: the kernel reads block after block."
+        "The query is that of “forth”. Its keys and values, and those of all tokens before it, are in three blocks, "
+        "which can be anywhere in the pool. The block table gives their places and their order. The kernel reads "
+        "block after block."
     )
     change_it = (
-        "Blocks of 2 (`block_size` in `Fig5.tale`): how many does the query read now?",
-        "Hand out the blocks in another order (`first_blocks`): what changes but the numbers?",
+        "Use blocks of 2 (`block_size` in `Fig5.tale`): how many does the query read now?",
+        "Hand out the blocks in another order (`first_blocks`): does anything change except the numbers?",
         "Let the text go on (`TaleRequest(PROMPT, 9)`): when is a fourth block read?",
     )
     tale = Tale("The query of “forth”", (SPEECH,), (TaleRequest(PROMPT, 5),), first_blocks=(4, 1, 2))
     moment = 4
-    """The step that runs the query."""
+    """The step that computes the query."""
 
     def pictures(self, told: RetoldRun) -> list[Blocks]:
         [table] = self._read(told)
@@ -179,7 +181,7 @@ class Fig5(Stepped):
         return [told.picture("the query “forth” reads three blocks", state, marked=table, said=said)]
 
     def _read(self, told: RetoldRun) -> list[list[int]]:
-        """The tables by which the step reads."""
+        """Return the block tables that the step uses."""
         return list(told.sent[self.moment - 1]["seen"][0]["tables"].values())
 
     def checks(self, told: RetoldRun) -> list[Check]:
@@ -198,31 +200,31 @@ class Fig5(Stepped):
 
     def notes(self, told: RetoldRun) -> list[str]:
         return [
-            "That attention over blocks comes to what attention over one piece does is tested for every kernel "
-            "(`tests/agreement/`); tutorial 3 does it by hand."
+            "Attention over blocks gives the same result as attention over contiguous memory: tests check it for every "
+            "kernel (`tests/agreement/`), and tutorial 3 does it by hand."
         ]
 
 
 def agreeing(words: Sequence[Sequence[str]], logical: int, text: str) -> int:
-    """How many tokens of a logical block are the text's."""
+    """Return the number of tokens in a logical block that agree with the text."""
     found = words[logical] if logical < len(words) else ()
     return sum(ours == theirs for ours, theirs in zip(found, text.split(), strict=False))
 
 
 class Fig6(Stepped):
-    """A block table, token by token."""
+    """A block table that grows token by token."""
 
     name = "6"
     title = "Fig. 6: block table translation"
     section = "4.3"
     look = (
-        "The prompt takes two blocks, and one slot of the second is left. The first new token goes there: only #filled "
-        "changes. The second finds the block full, and only now is a third one taken."
+        "The prompt takes two blocks, and one slot of the second is left. The first new token goes there, so only "
+        "#filled changes. The second new token finds the block full, and only now a third block is taken."
     )
     change_it = (
         "A prompt of eight tokens (add a word to `PROMPT`): which step takes the third block?",
-        "Blocks of 16 (`block_size`): how many slots are taken for nothing, and for how long?",
-        "Blocks of 2 (`block_size`): which steps take a block now?",
+        "Use blocks of 16 (`block_size`): how many slots are unused, and for how long?",
+        "Use blocks of 2 (`block_size`): which steps take a block now?",
     )
     tale = Tale("Four score and seven years ago our", (SPEECH,), (TaleRequest(PROMPT, 4),), first_blocks=(7, 1, 3))
 
@@ -253,19 +255,19 @@ class Fig6(Stepped):
 
 
 class Fig7(Stepped):
-    """Two requests in one pool."""
+    """Two requests whose blocks lie in one pool."""
 
     name = "7"
     title = "Fig. 7: two requests in one pool"
     section = "4.3"
     look = (
-        "Each request has a table; their blocks are mixed in the pool, in the order in which they were asked for. What "
-        "is lost is the end of each last block, and nothing in between."
+        "Each request has a table. Their blocks are mixed in the pool, in the order in which they were allocated. "
+        "Only the end of each last block is unused, and nothing in between."
     )
     change_it = (
-        "Let both arrive at once (leave `after` out): who gets which block?",
-        "Blocks of 2 (`block_size`): how many slots are lost, and how many blocks has each?",
-        "Hand out the blocks in order (leave `first_blocks` out): does anything change but their numbers?",
+        "Let both arrive at the same time (leave `after` out): which request gets which block?",
+        "Use blocks of 2 (`block_size`): how many slots are unused, and how many blocks has each request?",
+        "Hand out the blocks in order (leave `first_blocks` out): does anything change except their numbers?",
     )
     tale = Tale(
         "Two requests, one pool",
@@ -291,18 +293,19 @@ class Fig7(Stepped):
 
 
 class Fig8(Stepped):
-    """Two samples of one prompt."""
+    """Two samples of one prompt, with copy-on-write."""
 
     name = "8"
     title = "Fig. 8: parallel sampling: one prompt, two samples"
     section = "4.4"
     look = (
-        "Both samples have the prompt's blocks, whose counts are 2. The first to write into the last of them gets a "
-        "copy to write into; the second is then alone with the old one and writes in place. The full block stays so."
+        "Both samples hold the prompt's blocks, with a reference count of 2. The first sample that writes into the "
+        "last block gets a copy to write into. The second one then holds the old block alone, and writes in place. "
+        "The full block stays shared."
     )
     change_it = (
-        "Three samples (`samples=3`): how many copies?",
-        "Blocks of 8 (`block_size`): what is still shared when both have written?",
+        "Use three samples (`samples=3`): how many copies?",
+        "Use blocks of 8 (`block_size`): what is still shared when both have written?",
         "Let a third request come one step later (`TaleRequest(PROMPT, 4, after=1)`): does it share anything?",
     )
     tale = Tale(
@@ -347,13 +350,13 @@ class Fig9(Stepped):
     title = "Fig. 9: beam search: what dies gives its blocks back"
     section = "4.4"
     look = (
-        "Before: four beams, the prompt is everybody's, three have two more blocks in common. Then the four likeliest "
-        "come from only two of them: the other two are gone, and so are the blocks that nobody else had. Nothing is "
-        "copied: four new blocks are begun."
+        "Before: four beams share the prompt, and three of them share two more blocks. Then the four most likely "
+        "continuations come from only two of the beams. The other two die, and the blocks that only they held are "
+        "freed. Nothing is copied: four new blocks are begun."
     )
     change_it = (
-        "Blocks of 3 (`block_size`): now forks come in the middle of a block. How many copies?",
-        "Three beams (`BEAMS`): which two stories are left, and how many blocks does the whole search take?",
+        "Use blocks of 3 (`block_size`): now forks come in the middle of a block. How many copies?",
+        "Use three beams (`BEAMS`): which two stories are left, and how many blocks does the whole search take?",
         'Make "evening" likelier than "night" (`odds`): which blocks are freed?',
     )
     tale = Tale(
@@ -379,7 +382,7 @@ class Fig9(Stepped):
         ]
 
     def _dead(self, before: State, after: State) -> set[int]:
-        """Of the beams before, those that did not live on."""
+        """Return the numbers of the beams that did not survive."""
         return {beam.number for beam in sequences(before) if beam.number not in after.sequences}
 
     def checks(self, told: RetoldRun) -> list[Check]:
@@ -405,13 +408,13 @@ class Fig9(Stepped):
         dead = self._dead(told.computed_in(DIES), told.after_step(DIES))
         given = [str(list(event.blocks)) for event in told.of(BlocksFreed) if event.sequence in dead]
         return [
-            f"Those that die give back {' and '.join(given)}, of which others have some. The new blocks are those that "
-            "came free, as they were freed last; the paper's picture takes new ones."
+            f"The beams that die give back {' and '.join(given)}; other beams still hold some of these. The new blocks "
+            "are those that became free, because the latest freed are reused first. The paper's picture has others."
         ]
 
 
 def same(numbers: Iterable[int]) -> int:
-    """The one number that all are; -1 where they differ."""
+    """Return the number if all are equal, otherwise -1."""
     found = {*numbers}
     return found.pop() if len(found) == 1 else -1
 
@@ -423,14 +426,15 @@ class Fig10(Stepped):
     title = "Fig. 10: a shared prefix"
     section = "4.4"
     look = (
-        "The instruction and its examples were computed once, before. Two requests begin with them: their tables begin "
-        "with the same blocks, and only their own words are run. The count of a shared block is 3, since the prefix "
-        "cache holds it too."
+        "The instruction and its examples were computed once, before. Two requests begin with them. Their tables "
+        "begin with the same blocks, and only their own words are computed. The reference count of a shared block is "
+        "3, because the prefix cache holds it too."
     )
     change_it = (
         "Take a word from `PREFIX`: the last block is no longer full. What does that cost each request?",
         "Turn prefix caching off (`prefix_caching=False`): how many more blocks, how many more tokens?",
-        "Let all three arrive at once (`after=0`): who computes the prefix, and what becomes of the twins?",
+        "Let all three arrive at the same time (`after=0`): which request computes the prefix, and what happens to "
+        "duplicates?",
     )
     tale = Tale(
         "A prefix, and two tasks",
@@ -444,7 +448,7 @@ class Fig10(Stepped):
         prefix_caching=True,
     )
     moment = 2
-    """The step in which both tasks run."""
+    """The step that computes the prompts of both tasks."""
 
     def pictures(self, told: RetoldRun) -> list[Blocks]:
         state = told.after_step(self.moment)
@@ -470,9 +474,9 @@ class Fig10(Stepped):
 
     def notes(self, told: RetoldRun) -> list[str]:
         return [
-            "The paper's prefix is named beforehand by whoever offers the service, and its last block may be part "
-            "full, marked copy-on-write. Here prefixes are found by their content, as in vLLM today, in full blocks "
-            "only (the prefix above has exactly five)."
+            "In the paper, the provider of the service defines the prefix beforehand, and its last block may be "
+            "partly full and marked copy-on-write. Here prefixes are found by their content, as in vLLM today, and "
+            "only in full blocks. The prefix above has exactly five."
         ]
 
 

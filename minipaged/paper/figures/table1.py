@@ -1,4 +1,4 @@
-"""Table 1: models and servers, and how many tokens their KV memory holds."""
+"""Table 1: models and servers, and the number of tokens that their KV memory holds."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from minipaged.paper.figure import Check, Figure, FigureResult, Job, Line, Plot
 from minipaged.paper.machines import SETTINGS, machine
 
 PRINTED = {"OPT-13B": (26, 12, 15.7), "OPT-66B": (132, 21, 9.7), "OPT-175B": (346, 264, 60.1)}
-"""Weights in GB, memory for K and V in GB, and slots of one token in thousands, as Table 1 has them."""
+"""The numbers printed in Table 1: weights in GB, memory for K and V in GB, and slots of one token in thousands."""
 TOLERANCE = 0.02
-"""Of the slots."""
+"""Tolerance of the number of slots, as a fraction."""
 PARAMETERS = {"OPT-13B": 13e9, "OPT-66B": 66e9, "OPT-175B": 175e9}
 WEIGHTS_TOLERANCE = 0.02
 TOKEN_TOLERANCE = 0.0
-"""Of a token's K and V: layers and their width decide it."""
+"""Tolerance of the size of a token's K and V. It follows from the number of layers and their width."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of one model's machine."""
+    """A job that computes the sizes of one model's machine."""
 
     model: str
     block_size: int = 16
 
     def run(self) -> Sized:
-        """Compute them."""
+        """Compute the sizes."""
         made, setting = machine(self.model), SETTINGS[self.model]
         return Sized(
             weight_bytes=2 * PARAMETERS[self.model],
@@ -38,29 +38,29 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """What they are."""
+    """Sizes of one model's machine."""
 
     weight_bytes: float
-    """Two for each parameter of its name."""
+    """Two bytes for each parameter, whose number is in the model's name."""
     kv_bytes_per_token: int
-    """K and V of every layer."""
+    """Bytes of one token's K and V in all layers."""
     slots: int
-    """Tokens in whole blocks."""
+    """Tokens that whole blocks in the KV memory hold."""
 
 
 class Table1(Figure):
-    """Weights, and the slots of the KV memory. The memory itself is what the paper says: it is taken from there."""
+    """Sizes of the weights and slots of the KV memory. The size of the KV memory is taken from the paper."""
 
     name = "table1"
     title = "Table 1: model sizes and server configurations"
     section = "6.1"
     look = (
-        "How few tokens fit. OPT-66B has the least room: what four GPUs leave beside its weights, for tokens almost "
-        "three times as large as OPT-13B's. So it gains most from paging (Fig. 12b)."
+        "Few tokens fit. OPT-66B has the least room: its four GPUs leave little memory beside the weights, and its "
+        "tokens are almost three times as large as OPT-13B's. So it gains most from paging (Fig. 12b)."
     )
     change_it = (
         "Keep K and V in 8 bits: halve `Setting.kv_bytes_per_token` in paper/machines.py, and run 12a again.",
-        "Let a block hold 256 tokens (`Sizes(model, block_size=256)`): what does rounding to whole blocks lose?",
+        "Use blocks of 256 tokens (`Sizes(model, block_size=256)`): what does rounding to whole blocks lose?",
         "Add a column: your GPU, and the model you would serve on it. How many chats of 2,000 tokens fit?",
     )
 
@@ -107,8 +107,8 @@ class Table1(Figure):
             [plot],
             checks,
             notes=[
-                f"The KV memory is the paper's and taken as GiB ({memory}): only so do its slots come out. It is an "
-                "input, so there is nothing to judge."
+                f"The size of the KV memory is the paper's, read as GiB ({memory}): only this gives the paper's slots. "
+                "It is an input, so there is nothing to judge."
             ],
         )
 

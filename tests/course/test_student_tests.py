@@ -182,7 +182,7 @@ def test_a_file_in_which_no_test_can_run_cannot_be_graded(test: str, message: st
 
 def test_the_part_in_place_of_its_tests_is_told_apart(tmp_path: Path) -> None:
     (tmp_path / "block_allocator.py").write_text(HEAD)
-    with pytest.raises(CannotBeGraded, match="is what the tests import; hand in the file with the tests"):
+    with pytest.raises(CannotBeGraded, match="is the file that the tests import; name the file with the tests"):
         grade_tests("block-allocator", Submission(tmp_path / "block_allocator.py"))
 
 

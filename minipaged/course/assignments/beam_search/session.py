@@ -79,7 +79,7 @@ ALL = Look(ties=True)
 class BeamSession(Session):
     """One search of the student's and the right one."""
 
-    KIND = "search"
+    KIND = "a search"
 
     def __init__(self, bench: Bench, settings: BeamSettings, *, beside: BeamSession | None = None) -> None:
         super().__init__(bench, beside=beside)

@@ -108,7 +108,7 @@ class _Holder:
 class AllocatorSession(Session):
     """One allocator of the student's and what it ought to say."""
 
-    KIND = "allocator"
+    KIND = "an allocator"
 
     def __init__(self, bench: Bench, num_blocks: int, part: tuple[Handle, str] | None = None) -> None:
         super().__init__(bench, part)

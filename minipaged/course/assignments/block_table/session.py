@@ -102,7 +102,7 @@ class _ExpectedTable:
 class TableSession(Session):
     """Some tables of the student's and what they ought to say."""
 
-    KIND = "table"
+    KIND = "a table"
 
     def __init__(self, bench: Bench, block_size: int, num_blocks: int, *, slots: bool = False) -> None:
         """`slots`: compare all slots after each call too."""

@@ -61,7 +61,7 @@ class Scenery:
 class SchedulerSession(Session):
     """One scheduler of the student's."""
 
-    KIND = "scheduler"
+    KIND = "a scheduler"
 
     def __init__(
         self,

@@ -78,7 +78,7 @@ IN_A_FULL_POOL = "        self._check_held(block)\n        self._ref_counts[bloc
     ("raised", "told"),
     [
         ("NotImplementedError", "free is not written yet"),
-        ("OutOfBlocks", "allocator.free(a) raised OutOfBlocks, but needs no block"),
+        ("OutOfBlocks", "allocator.free(a) raised OutOfBlocks, but it needs no free block"),
     ],
 )
 def test_an_error_where_nothing_is_left_to_write_has_its_counterexample(raised: str, told: str, tmp_path: Path) -> None:

@@ -343,7 +343,7 @@ def test_a_worker_that_does_not_start_leaves_nothing(tmp_path: Path, monkeypatch
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(Misbehaviour, match="its process ended"):
         WorkerProcess(LIMITS, ("no_such_module",))
-    with WorkerPool() as workers, pytest.raises(Misbehaviour, match="its process ended"):
+    with WorkerPool() as workers, pytest.raises(Misbehaviour, match="its process could not be started"):
         workers.start(LIMITS, ("no_such_module",))
     assert not list(tmp_path.iterdir())
 

@@ -135,11 +135,11 @@ def test_weak_tests_find_few_and_are_told_what_they_miss(tmp_path: Path, monkeyp
     assert killed(grade) == {"num-free-never-changes", "one-block-too-many"}
     assert (grade.score, grade.max_score, grade.full_marks) == (2, 4, False)
     messages = {result.test.name: result.message for result in grade.results}
-    assert messages["never-copies"] == "not found: a shared block is written to as it is"
+    assert messages["never-copies"] == "not found: a shared block is written to without a copy"
     assert messages["num-free-never-changes"] == "found by test_allocate"
     assert grade.lead == (
         "the simplest bugs that no test finds:",
-        "- a shared block is written to as it is",
+        "- a shared block is written to without a copy",
         "- a free block can be freed again",
     )
     assert "\n".join(grade.lead) in text(grade)

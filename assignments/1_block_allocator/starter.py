@@ -40,7 +40,7 @@ class BlockAllocator:
         raise NotImplementedError
 
     def ref_count(self, block):
-        """Return the number of holders of `block`, 0 when it is free. Raises BlockNotAllocated for no such block."""
+        """Return the number of holders of `block`, 0 when it is free. Raises BlockNotAllocated outside the pool."""
         raise NotImplementedError
 
     def copy_on_write(self, block):

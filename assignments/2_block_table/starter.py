@@ -64,7 +64,7 @@ class BlockTable:
         raise NotImplementedError
 
     def relocate(self, blocks, allocator):
-        """Move the table to `blocks` of another pool, `allocator`'s (swapping). There are as many as the table has.
+        """Move the table to `blocks`, the same number of blocks in another pool, `allocator`'s (swapping).
 
         The caller has already taken this table's references on `blocks`; the table frees its old blocks.
         """

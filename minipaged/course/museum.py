@@ -20,7 +20,7 @@ Parts = Mapping[str, Any]
 
 
 class TellingRunner(ContentRunner):
-    """A content runner whose error names the tokens whose K/V were read, one letter per token."""
+    """A content runner that raises an error on a wrong read. The error shows each token as a letter."""
 
     def on_wrong_read(self, read: WrongRead) -> None:
         holds = "nothing" if read.found is None else f"the K/V of {letters(read.found)}"

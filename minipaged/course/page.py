@@ -59,7 +59,7 @@ def run(name: str, text: str, tell: Callable[[str], object]) -> str:
     """
     assignment = find_assignment(name)
     assignment = replace(assignment, measure=None, limits=replace(assignment.limits, call_seconds=CALL_SECONDS))
-    # The file has a folder of its own, so that counterexamples import it from beside them.
+    # The file is alone in the working directory, so that counterexamples import it from there.
     with tempfile.TemporaryDirectory() as folder, chdir(folder):
         submission = Submission(Path(f"{name.replace('-', '_')}.py"))
         submission.path.write_text(text)

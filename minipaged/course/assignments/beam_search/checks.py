@@ -78,7 +78,7 @@ def scenarios(
     prompt_length = draw(st.integers(1, 3))
     params = BeamSearchParams(
         beam_width=width,
-        max_tokens=most + draw(st.sampled_from([0, 0, 3])),  # max_length may come earlier
+        max_tokens=most + draw(st.sampled_from([0, 0, 3])),  # the search may reach max_length earlier
         length_penalty=draw(st.sampled_from(length_penalties)),
         early_stopping=draw(st.sampled_from(early_stopping)),
         ignore_eos=may_ignore_eos and draw(st.booleans()),
@@ -193,7 +193,7 @@ def check_copies(bench: Bench) -> None:
 
         for number in range(len(one.tables)):
             if sums:
-                step(session.copied("thrown_away"), one, number - 1, sums)  # on other logits
+                step(session.copied("thrown_away"), one, number - 1, sums)  # a step with other logits
             other_sums = other_sums and step(other, two, number, other_sums)
             sums = sums and step(session, one, number, sums)
 

@@ -27,7 +27,7 @@ from minipaged.events import Event
 from minipaged.scheduling import Costs, RequestView, Way
 
 CLOSE = 1e-9
-"""The relative difference of cost below which both "swap" and "recompute" are right."""
+"""The largest relative difference of the two costs for which both "swap" and "recompute" are right."""
 METHODS = ("fits", "share_tokens", "victim", "way_back", "admit")
 
 Rule = Literal["order", "batch", "blocks", "no idling"]

@@ -6,8 +6,8 @@ from minipaged.scheduling import Objectives, RequestView
 
 
 class Ours:
-    """Serves first the requests that have begun to answer, then those that can still be in time, then the others, each
-    time the shortest first. A request that has waited for most of the longest wait goes before all of them."""
+    """Serves first the requests that have begun to answer or can still be in time, then the others, each time the
+    shortest first. One that has waited for most of the longest wait without a first token goes before all of them."""
 
     def __init__(self, objectives: Objectives, longest_wait: float) -> None:
         self.in_time = objectives.first_token

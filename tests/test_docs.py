@@ -249,7 +249,7 @@ def test_every_handout_has_a_place_for_the_table_of_its_tests() -> None:
     for handout in handouts:
         assert len(build.TESTS.findall(handout.read_text())) == 1
     table = build.table_of_tests(handouts[0].parent / "tests.toml").splitlines()
-    assert table[2].startswith("| a new pool | 5 | Every block is free or held, at any moment;")
+    assert table[2].startswith("| a new pool | 5 | At any moment every block is either free or held;")
     assert len(table) == 2 + 9
 
 

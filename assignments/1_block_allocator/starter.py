@@ -9,12 +9,12 @@ from minipaged import BlockNotAllocated, OutOfBlocks  # noqa: F401  (you will ra
 class BlockAllocator:
     """Hands out the blocks of one pool. A block is a number: 0, 1, ... num_blocks - 1.
 
-    A block is *free* (nobody holds it) or *held*, by one or by several: its reference count says by how many.
+    A block is *free* or *held*. Its reference count is the number of its holders, 0 for a free block.
     A call that raises changes nothing.
     """
 
     def __init__(self, num_blocks):
-        """A pool of `num_blocks` free blocks. Raises ValueError when `num_blocks` is less than 1."""
+        """Make a pool of `num_blocks` free blocks. Raises ValueError when `num_blocks` is less than 1."""
         raise NotImplementedError
 
     @property
@@ -24,7 +24,7 @@ class BlockAllocator:
 
     @property
     def num_free(self):
-        """How many blocks are free now. (The same goes for this one.)"""
+        """The number of free blocks. (A plain attribute will do here, too.)"""
         raise NotImplementedError
 
     def allocate(self):
@@ -32,21 +32,21 @@ class BlockAllocator:
         raise NotImplementedError
 
     def share(self, block):
-        """`block` has one holder more. Raises BlockNotAllocated when nobody holds it, or there is no such block."""
+        """Add a holder to `block`. Raises BlockNotAllocated when it is free, or there is no such block."""
         raise NotImplementedError
 
     def free(self, block):
-        """`block` has one holder less; without any it is free. Raises BlockNotAllocated as `share` does."""
+        """Remove a holder from `block`; without any it is free. Raises BlockNotAllocated as `share` does."""
         raise NotImplementedError
 
     def ref_count(self, block):
-        """How many hold `block`: 0 when it is free. Raises BlockNotAllocated when there is no such block."""
+        """Return the number of holders of `block`, 0 when it is free. Raises BlockNotAllocated outside the pool."""
         raise NotImplementedError
 
     def copy_on_write(self, block):
-        """Return the block to write to, for one holder of `block` that wants to change what is in it.
+        """Return the block that one holder of `block` may write to, in order to change its contents.
 
-        When nobody else holds it, that is `block` itself. Otherwise it is a newly allocated block, and `block` has one
-        holder less (the caller copies the contents). Raises BlockNotAllocated as `share` does, and OutOfBlocks.
+        With one holder it is `block` itself. Otherwise it is a newly allocated block, and `block` loses a holder (the
+        caller copies the contents). Raises BlockNotAllocated as `share` does, and OutOfBlocks.
         """
         raise NotImplementedError

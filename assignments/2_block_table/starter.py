@@ -12,7 +12,7 @@ class BlockTable:
     """
 
     def __init__(self, block_size, allocator):
-        """An empty table over `allocator`'s pool. Raises ValueError when `block_size` is less than 1."""
+        """Make an empty table over `allocator`'s pool. Raises ValueError when `block_size` is less than 1."""
         raise NotImplementedError
 
     @property
@@ -22,26 +22,26 @@ class BlockTable:
 
     @property
     def num_tokens(self):
-        """How many positions have a slot: 0, 1, ... num_tokens - 1."""
+        """The number of positions that have a slot: 0, 1, ... num_tokens - 1."""
         raise NotImplementedError
 
     def blocks_needed(self, num_new_tokens):
-        """How many blocks `append(num_new_tokens)` would take from the pool, a copy included."""
+        """Return the number of blocks that `append(num_new_tokens)` would take from the pool, a copy included."""
         raise NotImplementedError
 
     def append(self, num_new_tokens):
-        """Slots for so many more tokens, each in a block that only this table holds.
+        """Add slots for `num_new_tokens` tokens, each in a block that only this table holds.
 
-        Returns a list of what has to be copied before the new slots are written: one pair (old block, new block) when
-        the last block was partly filled and held by others too; else nothing.
-        Raises OutOfBlocks when the pool has too few, and ValueError for a number below 0.
+        Returns the list of blocks to copy before the new slots are written: one pair (old block, new block) when the
+        last block was partly filled and held by others too; else an empty list.
+        Raises OutOfBlocks when the pool has too few blocks, and ValueError for a number below 0.
         """
         raise NotImplementedError
 
     def adopt(self, blocks):
-        """Begin this empty table with full blocks that somebody else holds: takes a reference on each.
+        """Begin this empty table with full blocks that are already held, and take a reference on each.
 
-        Raises BlockNotAllocated when nobody holds one of them, and ValueError when the table is not empty.
+        Raises BlockNotAllocated when one of them is free, and ValueError when the table is not empty.
         """
         raise NotImplementedError
 
@@ -50,27 +50,26 @@ class BlockTable:
         raise NotImplementedError
 
     def trim(self, num_tokens):
-        """Keep the first `num_tokens` positions; give back the blocks past them, last first.
+        """Keep the first `num_tokens` positions, and free the blocks past them, last first.
 
-        Raises ValueError below 0, and above what the table has.
+        Raises ValueError for a number below 0, or above the table's number of tokens.
         """
         raise NotImplementedError
 
     def replace(self, logical_block, block):
-        """From now on `logical_block` is in `block`, which has the same content and which somebody else holds.
+        """Make `block`, which has the same content and is already held, the block number `logical_block`.
 
-        Takes a reference on `block`, gives back the one on the old block. Raises BlockNotAllocated when nobody holds
-        `block`.
+        Takes a reference on `block`, and frees the old block. Raises BlockNotAllocated when `block` is free.
         """
         raise NotImplementedError
 
     def relocate(self, blocks, allocator):
-        """The same tokens now live in as many `blocks` of another pool, `allocator`'s (swapping).
+        """Move the table to `blocks`, the same number of blocks in another pool, `allocator`'s (swapping).
 
-        The caller has taken this table's references on `blocks`; the table gives back those on its old blocks.
+        The caller has already taken this table's references on `blocks`; the table frees its old blocks.
         """
         raise NotImplementedError
 
     def slot_mapping(self, start, stop):
-        """A list of the slots of positions start, ... stop - 1. Raises ValueError where a position has none."""
+        """Return a list of the slots of positions start, ... stop - 1. Raises ValueError if a position has none."""
         raise NotImplementedError

@@ -7,7 +7,7 @@ import numpy as np  # noqa: F401  (you will need it)
 
 
 def paged_attention(query, kv_cache, layer, block_tables, query_start, context_lens, scale):
-    """Causal attention of a batch, each query over its own sequence's positions up to its own.
+    """Causal attention of a batch: each query attends to the positions of its own sequence up to its own position.
 
     query: [tokens, heads, head_dim], sequence after sequence. Sequence s has the rows query_start[s] to
         query_start[s + 1] - 1: the last of its context_lens[s] positions. Their keys and values are in the cache.
@@ -15,7 +15,7 @@ def paged_attention(query, kv_cache, layer, block_tables, query_start, context_l
         [n, k * block_size, kv_heads, head_dim]; kv_cache.block_size and kv_cache.num_kv_heads are numbers.
     block_tables: [seqs, max_blocks] integers, in logical order, padded at the end with -1.
     query_start: [seqs + 1] integers. context_lens: [seqs] integers, the new tokens included.
-    scale: what the products of queries and keys are multiplied by.
+    scale: the factor of the products of queries and keys.
     Query head h reads key/value head h // (heads / kv_heads).
 
     Returns [tokens, heads, head_dim] of the query's dtype.

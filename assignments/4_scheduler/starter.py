@@ -3,42 +3,42 @@
 minipaged grade scheduler starter.py
 """
 
-from minipaged.scheduling import Costs, RequestView  # noqa: F401  (what the methods are given)
+from minipaged.scheduling import Costs, RequestView  # noqa: F401  (types of the arguments)
 
 
 class Scheduler:
-    """Decides who is served next, and who makes room. First come, first served.
+    """Decides which requests are served next, and which ones make room. First come, first served.
 
-    It is asked, and changes nothing: neither what it is given, nor itself after `__init__`. Lists of requests are in
-    any order; `arrival` tells who came first.
+    Its methods change nothing: neither their arguments, nor the scheduler after `__init__`. Lists of requests are in
+    any order; `arrival` has the order of arrival.
     """
 
     def __init__(self, num_blocks, block_size, max_num_seqs, max_num_batched_tokens, costs):
-        """`num_blocks`: of the whole pool, of `block_size` tokens each.
+        """`num_blocks`: the blocks of the whole pool. `block_size`: the tokens of a block.
 
-        `max_num_seqs`, `max_num_batched_tokens`: sequences and tokens of one batch, at most. `costs`: a Costs.
+        `max_num_seqs`, `max_num_batched_tokens`: the most sequences and tokens of one batch. `costs`: a Costs.
         """
         raise NotImplementedError
 
     def fits(self, request):
-        """Whether the request (a RequestView) could be served if it had the pool and the batch to itself: a bool."""
+        """Return whether the request (a RequestView) could be served if it had the pool and the batch to itself."""
         raise NotImplementedError
 
     def share_tokens(self, running):
-        """How many tokens each of the running requests runs in this step: a dict, request_id -> tokens."""
+        """Return the number of tokens that each running request runs in this step: a dict, request_id -> tokens."""
         raise NotImplementedError
 
     def victim(self, running):
-        """Blocks are short: the request_id of the one that is preempted. At least two run."""
+        """Return the request_id of the request to preempt, when there are too few blocks. At least two run."""
         raise NotImplementedError
 
     def way_back(self, request, host_free):
-        """How the victim is to come back: "swap" or "recompute". `host_free`: free blocks of the host's pool."""
+        """Return how the victim comes back: "swap" or "recompute". `host_free`: free blocks of the host's pool."""
         raise NotImplementedError
 
     def admit(self, waiting, running, num_free, tokens_left):
-        """Who of the waiting comes in now, all or none of its sequences: a list of request_ids, in order.
+        """Return the waiting requests to admit now: a list of request_ids in order of arrival.
 
-        `num_free`: free blocks of the pool. `tokens_left`: tokens of the batch that nobody has yet, at least 1.
+        `num_free`: free blocks of the pool. `tokens_left`: tokens of the batch that are still unused, at least 1.
         """
         raise NotImplementedError

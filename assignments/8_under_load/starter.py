@@ -3,21 +3,21 @@
 minipaged grade under-load starter.py
 """
 
-from minipaged.scheduling import Objectives, RequestView  # noqa: F401  (what the class is given)
+from minipaged.scheduling import Objectives, RequestView  # noqa: F401  (types of the arguments)
 
 
 class UnderLoad:
-    """Whose turn it is, when more requests come than can be served in time."""
+    """Decides the order of service, when more requests arrive than can be served in time."""
 
     def __init__(self, objectives, longest_wait):
-        """`objectives`: an Objectives, in seconds. `longest_wait`: nobody may wait longer for a first token."""
+        """`objectives`: an Objectives. `longest_wait`: the most seconds a request may wait for its first token."""
         self.objectives = objectives
         self.longest_wait = longest_wait
 
     def turn(self, request, now):
-        """Whose turn it is: a number, or a tuple of numbers; the smaller, the earlier.
+        """Return a request's turn: a number, or a tuple of numbers. A smaller turn comes earlier.
 
-        `request`: a RequestView, which runs or waits. `now`: the time, by the clock of its `arrival_time`. The same
-        question has the same answer.
+        `request`: a RequestView, which runs or waits. `now`: the time, by the clock of its `arrival_time`. For the
+        same arguments the answer is the same.
         """
         raise NotImplementedError

@@ -1,10 +1,12 @@
-"""The course: students swap in their own parts, and learn from what fails. `minipaged grade ASSIGNMENT FILE.py`.
+"""The course: students write parts of the engine, and the grader shows which tests fail and why.
 
-grader/         what a test, a failure and a grade are; looking for counterexamples; results in all their forms
-sandbox/        where student code runs, and what travels between it and the grader
-assignments/    a folder each: its checks, what is right, what runs in the worker, seeded bugs
+The command is `minipaged grade ASSIGNMENT FILE.py`.
+
+grader/         tests, failures and grades; the search for counterexamples; the result formats
+sandbox/        the place where student code runs, and its messages to and from the grader
+assignments/    one folder per assignment: its checks, expected results, worker code, seeded bugs
 page.py         grading in a web page
-museum.py       running what is in the bug museum
+museum.py       runs the exhibits of the bug museum
 
-The handouts, and each test's points, meaning and hint, lie in the repository's own `assignments/`.
+The handouts, and each test's points, meaning and hint, are in the repository's `assignments/`.
 """

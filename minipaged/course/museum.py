@@ -1,7 +1,7 @@
-"""The bug museum: running what shipped elsewhere, in our terms (`museum/`, docs/museum/).
+"""The bug museum: runs bugs that shipped elsewhere, rewritten for minipaged (`museum/`, docs/museum/).
 
-An exhibit that is a part of an assignment is graded as one. The others are given to an engine in place of its own part,
-and run through random workloads, on the model that checks every read: `try_workloads` is their main program.
+An exhibit that is a part of an assignment is graded like a submission. The others replace a part of the engine and run
+random workloads on the model that checks every read; `try_workloads` is their main program.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from minipaged.testing.content_runner import ContentRunner, WrongRead
 from minipaged.testing.workloads import WorkloadRun, letters, random_workload
 
 Parts = Mapping[str, Any]
-"""What an engine is made with in place of its own: `memory`, `policy`."""
+"""Arguments that replace parts of an engine: `memory`, `policy`."""
 
 
 class TellingRunner(ContentRunner):
-    """Says whose K/V were read, one letter a token."""
+    """A content runner that raises an error on a wrong read. The error shows each token as a letter."""
 
     def on_wrong_read(self, read: WrongRead) -> None:
         holds = "nothing" if read.found is None else f"the K/V of {letters(read.found)}"
@@ -31,7 +31,7 @@ class TellingRunner(ContentRunner):
 
 
 def run_workload(seed: int, parts: Parts) -> None:
-    """One workload, everything checked. Raises whatever shows that something is wrong."""
+    """Run one workload and check its reads, outputs and leaks. Raises the first error."""
     run = WorkloadRun(random_workload(seed), make_runner=TellingRunner, steady=False, **parts)
     run.to_the_end()
     run.check_outputs()
@@ -39,13 +39,13 @@ def run_workload(seed: int, parts: Parts) -> None:
 
 
 def try_workloads(parts: Parts) -> None:
-    """The main program of an exhibit: says which workloads fail; the exit status is 0 when none does."""
+    """The main program of an exhibit. Reports the workloads that fail; the exit status is 0 when none does."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--workloads", type=int, default=200, help="how many random workloads to run (200)")
-    parser.add_argument("--seed", type=int, help="run this one alone, and show the traceback")
+    parser.add_argument("--seed", type=int, help="run only the workload with this seed, and show the traceback")
     args = parser.parse_args()
     if args.workloads < 1:
-        parser.error(f"--workloads is {args.workloads}; run 1 at least")
+        parser.error(f"--workloads is {args.workloads}; it must be at least 1")
     if args.seed is not None:
         run_workload(args.seed, parts)
         print(f"workload {args.seed} passes")

@@ -1,8 +1,8 @@
-"""An assignment graded in a web page: what docs/assets/grader.js calls, in Pyodide.
+"""Grading in a web page. docs/assets/grader.js calls this module in Pyodide.
 
-It is the grader of the command line, with a student's part in the same interpreter (`sandbox/page_process.py`): the
-same tests, points and counterexamples. What only a command line has (SmolLM2, the speed) is left out. A failed test
-comes with its run as the stepper wants it, and with the line of the student's in which it went wrong.
+The grader is the same as on the command line, with the same tests, points and counterexamples; the student's part runs
+in the same interpreter (`sandbox/page_process.py`). The SmolLM2 tests and the speed measurement are left out. A failed
+test's result contains its run in the stepper's format, and the line of the student's code where it went wrong.
 """
 
 from __future__ import annotations
@@ -42,21 +42,24 @@ from minipaged.stepper.page import as_data, failure_of
 from minipaged.stepper.recording import function_of
 
 CALL_SECONDS = 2.0
-"""Of a call that does not return; a process may take longer, because others may keep it waiting."""
+"""The time limit of one call. It is shorter than a process has, since no other process competes with a page."""
 PULSE_SECONDS = 1.0
-"""Between two signs of life."""
+"""The least time between two "still running" messages."""
 LOOKED_AT = ("__init__", "ref_count", "num_free", "num_blocks", "num_tokens", "blocks")
-"""Members that are asked for the sake of checks: what they say was decided elsewhere."""
+"""Members that checks read. They report state, so the mistake is in another method."""
 MOST_LINES = 20_000
-"""Of a counterexample: one that does not end by itself is left there."""
+"""The most lines of student code to trace in a counterexample; tracing stops there if it does not end by itself."""
 
 
 def run(name: str, text: str, tell: Callable[[str], object]) -> str:
-    """Grade a student's text. `tell` is given each test as JSON when it is done, and null now and then: it goes on. The
-    whole grade comes back, or with `error`, and perhaps `line`, why there is none."""
+    """Grade a student's source text and return the grade as JSON.
+
+    `tell` receives each test as JSON when it is done, and "null" now and then as a sign of life. If the text cannot be
+    graded, the result has `error`, and `line` if one is known.
+    """
     assignment = find_assignment(name)
     assignment = replace(assignment, measure=None, limits=replace(assignment.limits, call_seconds=CALL_SECONDS))
-    # In a folder of its own: counterexamples then say that the student's file lies beside them.
+    # The file is alone in the working directory, so that counterexamples import it from there.
     with tempfile.TemporaryDirectory() as folder, chdir(folder):
         submission = Submission(Path(f"{name.replace('-', '_')}.py"))
         submission.path.write_text(text)
@@ -75,7 +78,7 @@ def run(name: str, text: str, tell: Callable[[str], object]) -> str:
 
 
 class Pulse:
-    """Tells, once in a while, that there is nothing to tell. For a page that waits."""
+    """Sends "null" at most once per PULSE_SECONDS, so that a waiting page knows that grading goes on."""
 
     def __init__(self, tell: Callable[[str], object]) -> None:
         self._tell, self._last = tell, 0.0
@@ -88,7 +91,7 @@ class Pulse:
 
 
 def _told(grade: Grade) -> dict[str, Any]:
-    """The latest test, as `as_json` has it; and for the page more."""
+    """Return the latest test as in `as_json`, with the additional fields that the page shows."""
     *earlier, result = grade.results
     told: dict[str, Any] = json.loads(as_json(grade))["tests"][-1]
     if result.test.hidden:
@@ -103,7 +106,7 @@ def _told(grade: Grade) -> dict[str, Any]:
 
 
 def _run(result: TestResult, path: Path) -> dict[str, Any] | None:
-    """What the stepper is fed with, if there is anything to step through."""
+    """Return the run as the stepper's data, or None if there is nothing to step through."""
     failure = result.failure
     if failure is None or not failure.events:
         return None
@@ -121,8 +124,10 @@ def _run(result: TestResult, path: Path) -> dict[str, Any] | None:
 
 
 def last_line(script: str, path: Path) -> tuple[CodeType, int] | None:
-    """The line of the student's where a counterexample went wrong: that which raised, or the last one that ran of a
-    method that does something."""
+    """Run a counterexample and return the student's line where it went wrong.
+
+    This is the line that raised, or else the last line that ran outside of LOOKED_AT.
+    """
     ran: list[tuple[CodeType, int]] = []
     num_lines = 0
 

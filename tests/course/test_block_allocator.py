@@ -199,13 +199,13 @@ WRONG = {
     "freed once": (
         [(FREED, FREED.replace("blocks", "set(blocks)")), (HELD_OFTEN_ENOUGH, "self.ref_count(block) < 1")],
         "calls that make no sense are refused",
-        "allocator.free_many([0, a]) returned None; it has to raise BlockNotAllocated: block 0 is in it 2 times, and "
+        "allocator.free_many([0, a]) returned None; it has to raise BlockNotAllocated: block 0 is freed 2 times, but "
         "ref_count(0) is 1",
     ),
     "the same block several times": (
         [("for _ in range(n)]", "for _ in range(n)][:1] * n")],
         "allocate and free",
-        "allocator.allocate_many(2) returned [1, 1]: block 1 twice",
+        "allocator.allocate_many(2) returned [1, 1]: block 1 is in it twice",
     ),
     "too few": (
         [("for _ in range(n)]", "for _ in range(min(n, 1))]")],
@@ -215,7 +215,7 @@ WRONG = {
     "fewer than none": (
         [("        if n < 0:\n            raise ValueError(n)\n", "")],
         "calls that make no sense are refused",
-        "allocator.allocate_many(-1) returned []; it has to raise ValueError: there is no negative number of blocks",
+        "allocator.allocate_many(-1) returned []; it has to raise ValueError: the number of blocks is negative",
     ),
     "shares the first": (
         [("        for block in blocks:\n            self.held(block)\n", "")],

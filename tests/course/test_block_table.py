@@ -26,7 +26,8 @@ def test_a_method_that_is_not_written_yet_is_named(tmp_path: Path) -> None:
 def test_a_failure_is_drawn_and_told_as_events_that_can_be_folded(tmp_path: Path) -> None:
     result = result_of("copy-on-write", submit(MUTANTS["never copies"].source, tmp_path))
     assert result.failure is not None
-    assert result.message == "a.append(1) is to write into block 1, which a and b hold: it needs a copy of its own"
+    wrong = "a.append(1) will write into block 1, which is held by a and b: the table needs a copy of its own"
+    assert result.message == wrong
     assert result.failure.drawing == (
         "table  tokens  blocks  your table says",
         "a      3       [0, 1]  4 tokens, [0, 1] <--",

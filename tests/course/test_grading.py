@@ -99,10 +99,10 @@ ABSTRACT = (
     ("source", "spec", "message"),
     [
         (None, "nowhere.py", "there is no file nowhere.py"),
-        ("", "mine.txt", "is no Python file"),
+        ("", "mine.txt", "is not a Python file"),
         (NO_CLASS, "mine.py", "mine.py has no class BlockAllocator; the starter file shows what is needed"),
         (REFERENCE, "mine.py:Other", "rename yours, or say which it is, as in mine.py:BlockAllocator"),
-        (REFERENCE, "mine.py:not a name", "is no name of a class"),
+        (REFERENCE, "mine.py:not a name", "is not a valid class name"),
         (
             TWO,
             "mine.py",

@@ -34,7 +34,7 @@ def test_a_starter_is_written_and_knows_what_is_to_do(assignment: str, tmp_path:
 
 def test_nothing_is_written_over(tmp_path: Path) -> None:
     (tmp_path / "block_table.py").write_text("mine")
-    with pytest.raises(CannotBeGraded, match=r"block_table\.py is there already, and is left alone; name another"):
+    with pytest.raises(CannotBeGraded, match=r"block_table\.py exists already and is not overwritten; name another"):
         start("block-table", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["block_table.py"]
     assert (tmp_path / "block_table.py").read_text() == "mine"
@@ -78,7 +78,7 @@ IN_A_FULL_POOL = "        self._check_held(block)\n        self._ref_counts[bloc
     ("raised", "told"),
     [
         ("NotImplementedError", "free is not written yet"),
-        ("OutOfBlocks", "allocator.free(a) raised OutOfBlocks, but needs no block"),
+        ("OutOfBlocks", "allocator.free(a) raised OutOfBlocks, but it needs no free block"),
     ],
 )
 def test_an_error_where_nothing_is_left_to_write_has_its_counterexample(raised: str, told: str, tmp_path: Path) -> None:

@@ -343,7 +343,7 @@ def test_a_worker_that_does_not_start_leaves_nothing(tmp_path: Path, monkeypatch
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(Misbehaviour, match="its process ended"):
         WorkerProcess(LIMITS, ("no_such_module",))
-    with WorkerPool() as workers, pytest.raises(Misbehaviour, match="its process ended"):
+    with WorkerPool() as workers, pytest.raises(Misbehaviour, match="its process could not be started"):
         workers.start(LIMITS, ("no_such_module",))
     assert not list(tmp_path.iterdir())
 
@@ -432,7 +432,7 @@ def test_where_copies_cannot_come_from_any_more_it_is_told_and_the_next_come_fro
             origin._process.wait()
             with pytest.raises(Misbehaviour, match="its process ended"):
                 process.finish()
-        with pytest.raises(Misbehaviour, match="its process ended before it had begun"):
+        with pytest.raises(Misbehaviour, match="its process could not be started"):
             WorkerProcess(LIMITS, (), origin=origin)
         with workers.start(LIMITS, ()) as process:
             assert process.load(part, "mine").contents

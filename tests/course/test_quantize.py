@@ -131,7 +131,7 @@ def test_what_is_no_array_is_told_as_that(bench: Bench, folder: Path) -> None:
     path.write_text(PLAIN.replace('axis=1, bitorder="little")\n\n', 'axis=1, bitorder="little").tolist()\n\n', 1))
     failure = failure_of(TESTS["pack"], path, bench)
     assert failure is not None
-    assert failure.message == "pack returned: an object of type list, no array"
+    assert failure.message == "pack returned: an object of type list, not an array"
     path.write_text(PLAIN.replace("return codes, weights[:, 1:] -", "return weights[:, 1:] -"))
     failure = failure_of(TESTS["one column of GPTQ"], path, bench)
     assert failure is not None

@@ -42,7 +42,7 @@ def test_a_request_that_waits_for_tokens_is_told_how_many_it_needs(tmp_path: Pat
     """The student forgot that a prompt may run in chunks."""
     forgot = REFERENCE.replace("request.tokens_to_run if request.decodes else 1", "request.tokens_to_run")
     result = result_of(IDLE, submit(forgot, tmp_path))
-    assert re.search(r"has to come in; it needs 1 token at least, of the \d+ left for it, and ", result.message)
+    assert re.search(r"has to be admitted; it needs at least 1 token of the \d+ left for it, and ", result.message)
 
 
 LATE = REFERENCE.replace(

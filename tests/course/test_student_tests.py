@@ -135,11 +135,11 @@ def test_weak_tests_find_few_and_are_told_what_they_miss(tmp_path: Path, monkeyp
     assert killed(grade) == {"num-free-never-changes", "one-block-too-many"}
     assert (grade.score, grade.max_score, grade.full_marks) == (2, 4, False)
     messages = {result.test.name: result.message for result in grade.results}
-    assert messages["never-copies"] == "not found: a shared block is written to as it is"
+    assert messages["never-copies"] == "not found: a shared block is written to without a copy"
     assert messages["num-free-never-changes"] == "found by test_allocate"
     assert grade.lead == (
         "the simplest bugs that no test finds:",
-        "- a shared block is written to as it is",
+        "- a shared block is written to without a copy",
         "- a free block can be freed again",
     )
     assert "\n".join(grade.lead) in text(grade)
@@ -182,7 +182,7 @@ def test_a_file_in_which_no_test_can_run_cannot_be_graded(test: str, message: st
 
 def test_the_part_in_place_of_its_tests_is_told_apart(tmp_path: Path) -> None:
     (tmp_path / "block_allocator.py").write_text(HEAD)
-    with pytest.raises(CannotBeGraded, match="is what the tests import; hand in the file with the tests"):
+    with pytest.raises(CannotBeGraded, match="is the file that the tests import; name the file with the tests"):
         grade_tests("block-allocator", Submission(tmp_path / "block_allocator.py"))
 
 

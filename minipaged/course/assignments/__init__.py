@@ -1,10 +1,10 @@
-"""The assignments, a folder each, with underscores in its name.
+"""The assignments, one folder each; its name has underscores.
 
 checks.py       the check of each test, and the `ASSIGNMENT`
-session.py      the student's part, call by call, beside what is right; or
-cases.py        single calls, and what is right for them
-worker.py       what runs in the worker beside the student's part
-mutants.py      bugs on purpose
+session.py      calls the student's part, and compares each answer with a model; or
+cases.py        single calls, and their right results
+worker.py       our code that runs in the worker with the student's part
+mutants.py      seeded bugs
 
-This file and those of the folders are empty of code: the worker loads them on its way to `worker.py`.
+The `__init__.py` files contain no code, because the worker imports them together with `worker.py`.
 """

@@ -1,9 +1,10 @@
-"""What an assignment is, in data: a name, the tests in order, and what a submission must have to be graded at all.
+"""The classes that describe an assignment and a grade.
 
-An assignment is a folder of `course/assignments/` whose `checks.py` has an `ASSIGNMENT`. Its tests come in stages:
-*properties* of the part alone, then the real *engine* with the part in it on a small model, then the real *model*. A
-stage is run when all before it has passed. A test is a function that asks a `Bench` for the student's part and raises
-`Failed` with what it found; it runs in the grader's process, and only the calls it makes on the part run in the worker.
+An assignment has a name, tests in order, and the members that a submission must have to be graded. It is a folder of
+`course/assignments/` whose `checks.py` defines `ASSIGNMENT`. Its tests have stages: *properties* of the part alone,
+then the real *engine* with the part in it on a small model, then the real *model*. A stage runs if all tests before it
+passed. A test is a function that takes the student's part from a `Bench` and raises `Failed` when it finds a mistake.
+The test runs in the grader's process; only its calls on the part run in the worker.
 """
 
 from __future__ import annotations
@@ -34,26 +35,26 @@ ASSIGNMENTS = (
     "quantize",
     "under-load",
 )
-"""In the order of the course. The folder of each has its name, with underscores."""
+"""The assignments, in the order of the course. Each one's folder has its name, with underscores."""
 FOLDER = "minipaged.course.assignments"
 
 ORDER = "the assignment's name comes first, then your file: minipaged grade block-allocator block_allocator.py"
 
 
 class CannotBeGraded(MinipagedError):
-    """The submission (or the grader's surroundings) is such that no grade can be given; the message says why."""
+    """The submission cannot be graded, because of its file or of the grader's surroundings; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A student's file, and which of its classes (or functions) is the part."""
+    """A student's file, and optionally the name of the class or function in it that is the part."""
 
     path: Path
     name: str | None = None
 
     @classmethod
     def parse(cls, spec: str) -> Submission:
-        """From FILE.py or FILE.py:Name. Raises CannotBeGraded."""
+        """Return the submission for FILE.py or FILE.py:Name. Raises CannotBeGraded."""
         file, colon, name = spec.rpartition(":")
         if not colon or not file.endswith(".py"):
             file, name = spec, ""
@@ -63,39 +64,39 @@ class Submission:
         if path.is_dir():
             raise CannotBeGraded(f"{file} is a folder; name the file in it, as in {file}/my_part.py")
         if path.suffix != ".py":
-            raise CannotBeGraded(f"{file} is no Python file; its name must end in .py")
+            raise CannotBeGraded(f"{file} is not a Python file; its name must end in .py")
         if colon and name and not name.isidentifier():
-            raise CannotBeGraded(f"{name!r} is no name of a class; write FILE.py:Name")
+            raise CannotBeGraded(f"{name!r} is not a valid class name; write FILE.py:Name")
         return cls(path.resolve(), name or None)
 
     @classmethod
     def of_reference(cls, module: str, name: str) -> Submission:
-        """A file of the reference's, as a student would hand it in."""
+        """Return a file of `minipaged/reference/` as a submission."""
         return cls(Path(minipaged.__file__).parent / "reference" / f"{module}.py", name)
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a test found, for the student to learn from."""
+    """A mistake that a test found, with all that explains it to the student."""
 
     message: str
-    """What was expected and what was there instead."""
+    """The expected and the actual result."""
     invariant: Invariant | None = None
-    """The one that broke, where it is another than the test's own."""
+    """The broken invariant, if it is not the test's own."""
     drawing: tuple[str, ...] = ()
-    """Blocks and tables at the step where it went wrong."""
+    """A drawing of blocks and tables at the failing step, as lines of text."""
     script: str | None = None
-    """A Python program that fails by itself, with the student's file beside it."""
+    """A Python program that reproduces the failure, run beside the student's file."""
     events: tuple[Event, ...] = ()
-    """The same as events, for `minipaged demo --replay`."""
+    """The failing run as events, for `minipaged demo --replay`."""
     crashed: bool = False
-    """Whether the part raised an error of its own: a test's hint, which is about what it decides, would not fit."""
+    """Whether the part raised an error of its own. The test's hint, which is about wrong results, is then not shown."""
     verdict: str | None = None
-    """What the submission did to its process, if that is what failed it (see `contract.Verdict`)."""
+    """How the submission misbehaved in its process, if that is why it failed (see `contract.Verdict`)."""
 
 
 class Failed(Exception):
-    """A test's way of saying that the part is wrong."""
+    """Raised by a test when the part is wrong."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -103,45 +104,45 @@ class Failed(Exception):
 
 
 Check = Callable[["Bench"], None]
-"""What one test does with the student's part. Raises Failed."""
+"""The function of one test, which checks the student's part. Raises Failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Test:
-    """One thing that has to hold."""
+    """One test of an assignment."""
 
-    __test__ = False  # not for pytest
+    __test__ = False  # not a pytest class
 
     name: str
     points: int
     invariant: Invariant | None
     meaning: str
-    """One sentence on what the invariant means here."""
+    """One sentence that says what the invariant means in this test."""
     hint: str
-    """Where to look; never the answer."""
+    """A hint where to look. It never gives the answer."""
     check: Check
     stage: Stage = "properties"
     hidden: bool = False
-    """Whether students see only its points, not what it found."""
+    """Whether students see only the test's points, and not its failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Performance:
-    """How fast a right submission is; reported, never part of the score."""
+    """The measured speed of a correct submission. It is reported, and never part of the score."""
 
     operations_per_second: float
     reference_operations_per_second: float
     operations: str = "operations"
-    """What is counted."""
+    """The name of the operations that are counted."""
 
     @property
     def index(self) -> float:
-        """1 is as fast as the reference, 2 twice as fast."""
+        """The speed relative to the reference: 2 is twice as fast."""
         return self.operations_per_second / self.reference_operations_per_second
 
 
 def fastest(rounds: int, *runs: Callable[[], float]) -> list[float]:
-    """The least that each run says it took. They run in turns, so that a busy machine slows all of them."""
+    """Return the least time that each run reported. They run in turns, so that a busy machine slows all of them."""
     rows = [[run() for run in runs] for _ in range(rounds)]
     return [min(times) for times in zip(*rows, strict=True)]
 
@@ -152,21 +153,21 @@ class Assignment:
 
     name: str
     part: str
-    """The name of the class (or function) that a submission is expected to have, if it has several candidates."""
+    """The expected name of the class or function; decides between several candidates in a file."""
     members: tuple[str, ...]
-    """The methods that the class must have; empty where the part is a function."""
+    """The methods that the class must have; empty if the part is a function."""
     tests: tuple[Test, ...]
     cap: int
-    """The score that no submission exceeds which fails a test."""
+    """The highest score of a submission that fails a test."""
     optional: tuple[str, ...] = ()
-    """Methods that the class may have besides, and that the tests then call too (see `Bench.also`)."""
+    """Methods that the class may have; the tests call those it has (see `Bench.also`)."""
     limits: Limits = field(default_factory=Limits)
     modules: tuple[str, ...] = ()
-    """Of ours, to be loaded in the worker before the student's file (adapters; what is slow to import)."""
+    """Modules that the worker imports before the student's file: minipaged's adapters, and slow imports."""
     needs: tuple[str, ...] = ()
-    """Packages of the extra `fast` without which nothing can be graded."""
+    """Packages of the extra `fast` that grading requires."""
     builds_on: tuple[str, ...] = ()
-    """Earlier assignments of which a student's own part can be carried into this one."""
+    """Earlier assignments whose parts a student can bring into this one (`--with`)."""
     measure: Callable[[Bench], Performance] | None = None
 
     @property
@@ -174,16 +175,16 @@ class Assignment:
         return sum(test.points for test in self.tests)
 
     def check_needs(self) -> None:
-        """Raises CannotBeGraded where a package is not there without which nothing can be."""
+        """Raise CannotBeGraded if a required package is not installed."""
         if missing := [package for package in self.needs if importlib.util.find_spec(package) is None]:
             raise CannotBeGraded(
                 f"{self.name} needs {' and '.join(missing)}, not installed here; install minipaged with its extras "
-                "'course' and 'fast' (in a clone: pip install -e '.[course,fast]'), on Linux: there is no Triton "
-                "elsewhere"
+                "'course' and 'fast' (in a clone: pip install -e '.[course,fast]'), on Linux, because Triton exists "
+                "only there"
             )
 
     def choose(self, submission: Submission, loaded: LoadedFile) -> str:
-        """The name of the part in a loaded file. Raises CannotBeGraded, and says what to do."""
+        """Return the name of the part in a loaded file. Raises CannotBeGraded with advice if it is not clear."""
         file, wants_class = submission.path.name, bool(self.members)
         kind = "class" if wants_class else "function"
         candidates = {item.name: item for item in loaded.contents if item.is_class == wants_class}
@@ -220,7 +221,7 @@ class Assignment:
 
 
 def start_process(limits: Limits, modules: Sequence[str]) -> Sandbox:
-    """A process of its own."""
+    """Start a worker as a program of its own."""
     from minipaged.course.sandbox.process import WorkerProcess
 
     return WorkerProcess(limits, modules)
@@ -228,26 +229,26 @@ def start_process(limits: Limits, modules: Sequence[str]) -> Sandbox:
 
 @dataclass(slots=True)
 class Bench:
-    """Where one test runs: the student's part in a worker of its own, and what makes the run repeatable."""
+    """The surroundings of one test: the student's part in a fresh worker, and the seed that makes it repeatable."""
 
     assignment: Assignment
     submission: Submission
     seed: int
     carried: Mapping[str, Submission] = field(default_factory=dict)
-    """Own parts from earlier assignments, by the assignment's name."""
+    """The student's parts for earlier assignments, by the assignment's name."""
     model: str = "smollm2-135m-instruct"
     start: StartSandbox = field(default_factory=lambda: start_process)
-    """Makes what the part runs in."""
+    """Starts the sandbox that the part runs in."""
     _process: Sandbox | None = None
     _part: tuple[Handle, str] | None = None
     _also: tuple[str, ...] = ()
     _carried_parts: dict[str, tuple[Handle, str]] = field(default_factory=dict)
     output: str = ""
-    """What the submission printed, the beginning of it."""
+    """The beginning of the submission's printed output."""
 
     @property
     def process(self) -> Sandbox:
-        """The worker, started when first asked for. Raises CannotBeGraded when the file cannot be loaded."""
+        """The worker, started on first use. Raises CannotBeGraded if the file cannot be loaded."""
         if self._process is None:
             self._process = self.start(self.assignment.limits, self.assignment.modules)
             for name, submission in self.carried.items():
@@ -271,12 +272,12 @@ class Bench:
         return loaded, assignment.choose(submission, loaded)
 
     def beside(self, submission: Submission | None = None, limits: Limits | None = None) -> Bench:
-        """Another one in the same surroundings: for another submission (a reference's), or under other limits."""
+        """Return another bench with the same settings, for another submission (the reference's) or other limits."""
         assignment = replace(self.assignment, limits=limits or self.assignment.limits)
         return Bench(assignment, submission or self.submission, self.seed, self.carried, self.model, self.start)
 
     def make(self, *args: object) -> object:
-        """Call the student's class (or function)."""
+        """Call the student's class or function."""
         module, name = self.part
         return module.call(name, *args)
 
@@ -289,17 +290,17 @@ class Bench:
 
     @property
     def also(self) -> tuple[str, ...]:
-        """The optional methods that the student wrote (one inherited from minipaged's own class is none of them)."""
+        """The optional methods that the student wrote. Those inherited from a minipaged class do not count."""
         assert self.process
         return self._also
 
     def carried_part(self, name: str) -> tuple[Handle, str] | None:
-        """The same of an earlier assignment's part, if the student brought one; else the reference's is to be taken."""
+        """Return `part` for an earlier assignment, or None if the student brought none; then use the reference's."""
         assert self.process
         return self._carried_parts.get(name)
 
     def restart(self) -> None:
-        """Throw the worker away; the next use starts a fresh one."""
+        """Close the worker; the next use starts a fresh one."""
         if self._process is not None:
             self._process.close()
             self.output = self.output or self._process.output
@@ -317,19 +318,19 @@ class Bench:
 
 
 class TestStatus(StrEnum):
-    """What came of a test."""
+    """The outcome of a test."""
 
     PASSED = "passed"
     FAILED = "failed"
     SKIPPED = "skipped"
-    """Not run: an earlier stage has to pass first. Counts as 0 points."""
+    """The test did not run, because an earlier stage has to pass first. It counts as 0 points."""
     NOT_GRADED = "not-graded"
-    """Left out on request (`--no-model`): it counts neither for nor against."""
+    """The test was left out on request (`--no-model`). Its points count neither for nor against."""
 
 
 @dataclass(frozen=True, slots=True)
 class TestResult:
-    """One test, graded."""
+    """The result of one test."""
 
     __test__ = False
 
@@ -338,7 +339,7 @@ class TestResult:
     message: str = ""
     failure: Failure | None = None
     output: str = ""
-    """What the submission printed meanwhile, the beginning of it."""
+    """The beginning of the submission's printed output during this test."""
 
     @property
     def score(self) -> int:
@@ -347,7 +348,7 @@ class TestResult:
 
 @dataclass(slots=True)
 class Grade:
-    """A submission, graded; complete once `finished` is set."""
+    """The grade of a submission; complete once `finished` is set."""
 
     assignment: Assignment
     submission: Submission
@@ -356,16 +357,16 @@ class Grade:
     performance: Performance | None = None
     isolation: dict[str, str] = field(default_factory=dict)
     also_checked: tuple[str, ...] = ()
-    """Optional methods that the submission has."""
+    """Optional methods that the submission has and the tests called."""
     lead: tuple[str, ...] = ()
-    """Lines to begin the closing words with."""
+    """Lines shown before the score."""
     finished: bool = False
     error: str | None = None
-    """Why it cannot be graded, if it cannot."""
+    """The reason why the submission cannot be graded, if so."""
 
     @classmethod
     def refused(cls, assignment: str, submission: Submission | None, error: str) -> Grade:
-        """That of a submission that cannot be graded."""
+        """Return the grade of a submission that cannot be graded."""
         return cls(Assignment(assignment, "", (), (), 0), submission or Submission(Path()), 0, error=error)
 
     @property
@@ -375,7 +376,7 @@ class Grade:
 
     @property
     def capped(self) -> bool:
-        """Whether the cap took points away."""
+        """Whether the cap reduced the score."""
         return self._failed and self._sum > self.assignment.cap
 
     @property
@@ -397,7 +398,7 @@ class Grade:
 
 @contextlib.contextmanager
 def needs_hypothesis() -> Iterator[None]:
-    """Turn a missing hypothesis (or pytest, which runs students' tests) into a message that says how to get it."""
+    """Turn a missing hypothesis or pytest into an error that says how to install it. pytest runs students' tests."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -410,7 +411,7 @@ def needs_hypothesis() -> Iterator[None]:
 
 
 def name_of(name: str) -> str:
-    """As ASSIGNMENTS has it, also of one written with underscores. Raises CannotBeGraded."""
+    """Return the assignment's name as in ASSIGNMENTS; accepts underscores for hyphens. Raises CannotBeGraded."""
     found = name.replace("_", "-")
     if found not in ASSIGNMENTS:
         raise CannotBeGraded(f"there is no assignment {name!r}; choose one of {', '.join(ASSIGNMENTS)}")
@@ -418,11 +419,11 @@ def name_of(name: str) -> str:
 
 
 def find_assignment(name: str) -> Assignment:
-    """The assignment called `name`, or the `ASSIGNMENT` of an instructor's own file. Raises CannotBeGraded."""
+    """Return the assignment called `name`, or the `ASSIGNMENT` of an instructor's own file. Raises CannotBeGraded."""
     if name.endswith(".py"):
         path = Path(name)
         if not path.is_file():
-            raise CannotBeGraded(f"there is no file {name} with an assignment; {ORDER}")
+            raise CannotBeGraded(f"there is no assignment file {name}; {ORDER}")
         with needs_hypothesis():
             assignment = runpy.run_path(name).get("ASSIGNMENT")
         if not isinstance(assignment, Assignment):

@@ -1,8 +1,10 @@
-"""The zip that Gradescope takes as an autograder: `minipaged course autograder block-allocator -o autograder.zip`.
+"""Writes a Gradescope autograder: `minipaged course autograder block-allocator -o autograder.zip`.
 
-setup.sh        run once, when the image is built: installs what minipaged needs, fetches the model
-run_autograder  run for each submission: grades it and writes results/results.json
-requirements.txt, minipaged/    this very minipaged, so that every submission meets the same grader
+The zip contains:
+
+setup.sh        runs once, when the image is built: installs minipaged's requirements, fetches the model
+run_autograder  runs for each submission: grades it and writes results/results.json
+requirements.txt, minipaged/    a copy of this minipaged, so that every submission is graded by the same version
 """
 
 from __future__ import annotations
@@ -48,9 +50,9 @@ exit 0  # a submission with less than full marks is no failure of the autograder
 
 
 def write_autograder(name: str, path: Path, *, seed: int = 0, with_model: bool = True) -> None:
-    """Write the zip. `name` may be an instructor's own file, which goes into it.
+    """Write the zip. `name` may be an instructor's own file, which is added to the zip.
 
-    What is graded is the only .py file that was handed in, or the one named like the assignment.
+    The autograder grades the only .py file of a submission, or the one named like the assignment.
     """
     assignment = find_assignment(name)
     own = name.endswith(".py")
@@ -78,7 +80,7 @@ def write_autograder(name: str, path: Path, *, seed: int = 0, with_model: bool =
                 if source.is_file() and "__pycache__" not in source.parts:
                     archive.write(source, Path("minipaged") / source.relative_to(package))
             for folder in map(folder_of, ASSIGNMENTS):
-                if package not in folder.parents:  # a clone's; an installed minipaged has them
+                if package not in folder.parents:  # they lie outside the package in a clone
                     for source in sorted(folder.glob("*.*")):
                         archive.write(source, Path("minipaged/course/handed_out", folder.name, source.name))
     except OSError as error:
@@ -86,12 +88,12 @@ def write_autograder(name: str, path: Path, *, seed: int = 0, with_model: bool =
 
 
 def requirements(extras: Sequence[str] = ("course",)) -> list[str]:
-    """What the installed minipaged says it needs, with these extras."""
+    """Return the requirements of the installed minipaged with these extras. Raises CannotBeGraded in a checkout."""
     try:
         required = importlib.metadata.requires("minipaged") or ()
     except importlib.metadata.PackageNotFoundError:
         raise CannotBeGraded(
-            "what an autograder has to install is known of an installed minipaged, and this is a checkout; "
+            "an autograder lists the requirements of an installed minipaged, and this is a checkout; "
             "`pip install -e '.[course]'` installs it"
         ) from None
     needed = []

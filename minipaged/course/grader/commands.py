@@ -1,8 +1,8 @@
-"""What the commands do: `minipaged grade`, `minipaged grade-tests`, `minipaged course autograder`.
+"""The code behind `minipaged grade` and `minipaged grade-tests`.
 
-The exit status is 0 for full marks, 1 for less, 2 for what cannot be graded, 130 after Ctrl-C. With `--output FILE` the
-result so far is in the file after every test: it is written beside it and moved into place, so that there is never half
-a file.
+The exit status is 0 for full marks, 1 for less, 2 for a submission that cannot be graded, 130 after Ctrl-C. With
+`--output FILE` the file has the result so far after every test. It is written to a temporary file and moved into place,
+so that the file is never incomplete.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from minipaged.course.grader.grading import grade
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Where a grade goes, in which form."""
+    """The format and the destination of a grade."""
 
     form: str = "terminal"
     output: Path | None = None
     counterexamples: Path | None = None
-    """A folder for the failures' scripts and recorded runs; each submission has one of its name in it."""
+    """The folder for the failures' scripts and recorded runs. Each submission has a subfolder of its name."""
 
     def __post_init__(self) -> None:
         if self.form not in FORMATS:
             raise CannotBeGraded(f"--format is {self.form!r}; choose one of {', '.join(FORMATS)}")
 
     def so_far(self, grade: Grade) -> None:
-        """Called after each test, and once more at the end."""
+        """Write or print the grade. Called after each test, and once more at the end."""
         if self.output:
             write_whole(self.output, FORMATS[self.form](grade))
             if grade.finished:
@@ -59,11 +59,11 @@ class Report:
             self._keep_counterexample(folder, grade.results[-1], grade.results[:-1])
 
     def refused(self, assignment: str, submission: Submission | None, message: str) -> None:
-        """It cannot be graded: whoever waits for a file gets one."""
+        """Report that the submission cannot be graded, in the output file too, for programs that wait for it."""
         print(f"cannot be graded: {message}", file=sys.stderr)
         written = FORMATS[self.form](Grade.refused(assignment, submission, message))
         if self.output:
-            with contextlib.suppress(CannotBeGraded):  # that may be just what was wrong
+            with contextlib.suppress(CannotBeGraded):  # an unwritable file may itself be the error
                 write_whole(self.output, written)
         elif self.form != "terminal":
             print(written, end="")
@@ -83,11 +83,11 @@ class Report:
                 if self.form == "terminal" and not self.output and fails_like(result, earlier) is None:
                     print(f"          {'saved as' if suffix == '.py' else 'as a run'}: {file}", flush=True)
             else:
-                file.unlink(missing_ok=True)  # of an earlier run
+                file.unlink(missing_ok=True)  # left by an earlier run
 
 
 def write_whole(path: Path, content: str) -> None:
-    """Write the file, or leave what was there."""
+    """Write the file as a whole; on an error the old file stays. Raises CannotBeGraded."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.write_text(content, encoding="utf-8")
@@ -108,7 +108,7 @@ def run_grade(
     call_seconds: float | None = None,
     test_seconds: float | None = None,
 ) -> int:
-    """`minipaged grade`; returns the exit status."""
+    """Run `minipaged grade` and return the exit status."""
 
     def work() -> Grade:
         assignment = find_assignment(name)
@@ -130,7 +130,7 @@ def run_grade(
 
 
 def run_grade_tests(name: str, spec: str, report: Report) -> int:
-    """`minipaged grade-tests`; returns the exit status."""
+    """Run `minipaged grade-tests` and return the exit status."""
 
     def work() -> Grade:
         with needs_hypothesis():
@@ -144,7 +144,7 @@ def run_grade_tests(name: str, spec: str, report: Report) -> int:
 def _status(name: str, spec: str, report: Report, work: Callable[[], Grade]) -> int:
     try:
         if os.name != "posix":
-            raise CannotBeGraded("grading needs Linux or macOS: student code is kept apart by means of theirs")
+            raise CannotBeGraded("grading needs Linux or macOS, which can isolate student code")
         return 0 if work().full_marks else 1
     except CannotBeGraded as error:
         try:
@@ -162,6 +162,6 @@ def _carried(spec: str) -> tuple[str, Submission]:
     name, equals, file = spec.partition("=")
     if not equals:
         raise CannotBeGraded(
-            f"--with is {spec!r}; write it as ASSIGNMENT=FILE.py, e.g. block-allocator=my_allocator.py"
+            f"--with is {spec!r}; write it as ASSIGNMENT=FILE.py, for example block-allocator=my_allocator.py"
         )
     return name, Submission.parse(file)

@@ -1,7 +1,7 @@
-"""The words and the programs in which failures are told, the same for all assignments.
+"""The messages and scripts that report failures, shared by all assignments.
 
-A counterexample is a script with the student's file beside it that ends in an error, and without one once the bug is
-gone. Its body is the calls that were made; the session that made them keeps it.
+A counterexample is a script that imports the student's file and fails; once the bug is fixed, it runs without an error.
+Its body is the calls that the session made.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from minipaged.course.sandbox.contract import Handle, Outcome, Raised, StudentEr
 from minipaged.errors import Invariant
 
 STANDARD = ("copy", "tracemalloc")
-"""Modules that a body may use without asking for them."""
+"""Modules that a script imports if its body uses them."""
 ERRORS = ("BlockNotAllocated", "OutOfBlocks")
-"""Errors of minipaged that a body may name."""
+"""Errors that a script imports from minipaged if its body catches them."""
 ALARM = (
     "import _thread",
     "import os",
     "import signal",
     "import threading",
     "",
-    "# It may not return: as by Ctrl-C, it then says where it is. If it does not listen either, it is ended.",
+    "# This may not return. After 10 seconds it is interrupted as by Ctrl-C; after 15 seconds the process ends.",
     "signal.signal(signal.SIGINT, signal.default_int_handler)",
     "alarms = [threading.Timer(10, _thread.interrupt_main), threading.Timer(15, os._exit, [1])]",
     "for alarm in alarms:",
     "    alarm.daemon = True",
     "    alarm.start()",
 )
-"""(`faulthandler.dump_traceback_later` looks at frames while they run, and has been seen to crash.)"""
+"""Lines that end a script whose call may not return. `faulthandler.dump_traceback_later` is not used, because it reads
+running frames and has been seen to crash."""
 
 
 def make_script(
@@ -46,7 +47,10 @@ def make_script(
     body: Sequence[str],
     seed: int | None = None,
 ) -> str:
-    """A program that fails by itself. `imports`: lines; `seed`: of the random module, for a part that draws from it."""
+    """Return a program that reproduces a failure.
+
+    `imports` are lines of the program. `seed` seeds the random module, for a part that uses it.
+    """
     path, text = submission.path, "\n".join(body)
     used = [module for module in STANDARD if re.search(rf"\b{module}\.", text)]
     errors = [error for error in ERRORS if re.search(rf"\bexcept {error}\b", text)]
@@ -72,7 +76,7 @@ def make_script(
 
 
 def must_raise(error: str, shown: str, why: str) -> list[str]:
-    """Lines of a script that end in an AssertionError unless the call raises the error."""
+    """Return lines of a script that raise AssertionError unless the call raises the error."""
     return [
         "try:",
         f"    {shown}",
@@ -84,7 +88,7 @@ def must_raise(error: str, shown: str, why: str) -> list[str]:
 
 
 def sources_of(*functions: Callable[..., Any]) -> list[str]:
-    """Lines of a script: functions of ours as a student would write them, without types, arguments on one line."""
+    """Return the source lines of our functions for a script: types removed, arguments on one line."""
     untyped = [re.sub(r"(:| ->) Any\b", "", inspect.getsource(one).strip()) for one in functions]
     arguments = re.compile(r"\(\n((?: +\w+,\n)+)\)")
     one_line = [arguments.sub(lambda match: f"({' '.join(match[1].split())[:-1]})", one) for one in untyped]
@@ -92,16 +96,16 @@ def sources_of(*functions: Callable[..., Any]) -> list[str]:
 
 
 UNWRITTEN = "replace its `raise NotImplementedError`"
-"""How the message ends of a call that a starter file answers."""
+"""The end of the message for a call that reaches the starter's `raise NotImplementedError`."""
 
 
 def is_unwritten(error: Exception) -> bool:
-    """Whether it is the starter file's `raise NotImplementedError`."""
+    """Whether the error is the starter file's `raise NotImplementedError`."""
     return isinstance(error, StudentError) and error.kind == "NotImplementedError"
 
 
 def raised_message(method: str, error: Exception, shown: str) -> str:
-    """What to say of a call that should not have raised."""
+    """Return the message for a call that should not have raised."""
     if isinstance(error, StudentError) and is_unwritten(error):
         place, _, function = error.places[-1].partition(" in ") if error.places else ("", "", "")
         where = f" ({place})" if place else ""
@@ -111,12 +115,12 @@ def raised_message(method: str, error: Exception, shown: str) -> str:
 
 
 def shown(answer: Outcome) -> str:
-    """An answer that was not to be given, within a sentence."""
+    """Describe an unexpected answer, as a phrase within a sentence."""
     return f"an object of type {answer.kind}" if isinstance(answer, Handle) else repr(answer)[:200]
 
 
 def said(answer: Outcome) -> str:
-    """What a call that should have raised, or have returned something else, did instead."""
+    """Describe what a call did ("raised …" or "returned …"), as the end of a sentence."""
     if isinstance(answer, Raised):
         return f"raised {answer.error}"
     if isinstance(answer, Handle):
@@ -125,11 +129,11 @@ def said(answer: Outcome) -> str:
 
 
 def aligned(rows: list[list[str]]) -> list[str]:
-    """Rows of cells as lines with columns."""
+    """Format rows of cells as lines with aligned columns."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def letter(number: int) -> str:
-    """a, b, ..., z, a1, b1, ...: the names of things in a script."""
+    """Return the name of object `number` in a script: a, b, ..., z, a1, b1, ..."""
     return chr(ord("a") + number % 26) + (str(number // 26) if number >= 26 else "")

@@ -1,7 +1,7 @@
-"""A grade as text for a terminal, and as the files that Gradescope, PrairieLearn, JUnit readers and scripts want.
+"""The formats of a grade: text for a terminal, and files for Gradescope, PrairieLearn, JUnit readers and scripts.
 
-The shape of each is fixed by a schema in `schemas/` (docs/instructors.md explains the fields). Only `--format json`
-holds everything that is known. A grade that is not finished yet is written all the same, with the tests so far.
+`schemas/` has a schema for each file format (docs/instructors.md explains the fields). Only `--format json` has every
+field. An unfinished grade can be written too; it has the tests so far.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from minipaged.course.grader.grading import VERDICT_HINTS
 from minipaged.course.sandbox.contract import Verdict
 
 WIDTH = 98
-"""Characters of a line of text."""
+"""The most characters in a line of text."""
 
 # --- Text -----------------------------------------------------------------------------------------
 
 
 def heading(grade: Grade) -> list[str]:
-    """What is graded, and how student code is kept apart."""
+    """Return the first lines: the assignment, the submission, the seed, and how student code is isolated."""
     apart = [f"{what}: {how}" for what, how in grade.isolation.items() if what != "performance"]
     return [f"{grade.assignment.name}: {grade.submission.path.name}  ({'; '.join([f'seed {grade.seed}', *apart])})", ""]
 
 
 def result_lines(result: TestResult, earlier: Sequence[TestResult] = ()) -> list[str]:
-    """One test: a line, and for a failure what there is to learn from it, unless an `earlier` one failed alike."""
+    """Return the lines for one test: its points, and the explanation if it failed in a way no `earlier` test did."""
     test = result.test
     points = "not run" if result.status is TestStatus.SKIPPED else f"{result.score:>2}/{test.points}"
     if result.status is TestStatus.NOT_GRADED:
@@ -50,12 +50,12 @@ def result_lines(result: TestResult, earlier: Sequence[TestResult] = ()) -> list
 
 
 def fails_like(result: TestResult, earlier: Sequence[TestResult]) -> TestResult | None:
-    """The first of the earlier tests that failed with the same message."""
+    """Return the first earlier test that failed with the same message, or None."""
     return next((one for one in earlier if one.status is TestStatus.FAILED and one.message == result.message), None)
 
 
 def explanation(result: TestResult) -> list[str]:
-    """What a failed test has to teach: what, which invariant, a hint, the drawing, the script."""
+    """Return the explanation of a failed test: its message, invariant, hint, drawing, script and printed output."""
     test, failure = result.test, result.failure
     lines = [result.message]
     if failure is None:
@@ -80,7 +80,7 @@ def explanation(result: TestResult) -> list[str]:
 
 
 def closing(grade: Grade) -> list[str]:
-    """The score, and the speed where it was measured."""
+    """Return the last lines: the score, and the speed if it was measured."""
     if grade.error:
         return [f"cannot be graded: {grade.error}"]
     lead = ["", *grade.lead] if grade.lead else []
@@ -107,7 +107,7 @@ def closing(grade: Grade) -> list[str]:
 
 
 def text(grade: Grade) -> str:
-    """The whole grade as a terminal shows it."""
+    """Return the whole grade as the terminal shows it."""
     if grade.error:
         return "\n".join([*closing(grade), ""])
     lines = heading(grade)
@@ -117,7 +117,10 @@ def text(grade: Grade) -> str:
 
 
 def _indented(lines: list[str]) -> list[str]:
-    """Beside the points; sentences are wrapped, drawings and scripts (which are indented or aligned) are not."""
+    """Indent lines to the column beside the points, and wrap long sentences.
+
+    Drawings and scripts contain runs of spaces, and are not wrapped.
+    """
     wrapped: list[str] = []
     for line in lines:
         wrapped += textwrap.wrap(line, WIDTH) if len(line) > WIDTH and "  " not in line.rstrip() else [line]
@@ -128,7 +131,7 @@ def _indented(lines: list[str]) -> list[str]:
 
 
 def as_json(grade: Grade) -> str:
-    """Everything that is known (schemas/grade.schema.json)."""
+    """Return the grade as JSON with every field (schemas/grade.schema.json)."""
     performance = grade.performance
     return _dump(
         {
@@ -178,7 +181,7 @@ def _test(result: TestResult) -> dict[str, Any]:
 
 
 def gradescope(grade: Grade) -> str:
-    """Gradescope's results.json. A hidden test is one that students do not see there."""
+    """Return the grade as Gradescope's results.json. Students do not see hidden tests there."""
     tests = [
         {
             "name": result.test.name,
@@ -210,7 +213,7 @@ def gradescope(grade: Grade) -> str:
 
 
 def prairielearn(grade: Grade) -> str:
-    """PrairieLearn's results.json: the score is a share, 0 to 1."""
+    """Return the grade as PrairieLearn's results.json. The score is a share, 0 to 1."""
     return _dump(
         {
             "gradable": grade.error is None,
@@ -234,7 +237,7 @@ def prairielearn(grade: Grade) -> str:
 
 
 def junit(grade: Grade) -> str:
-    """JUnit's XML, one test suite."""
+    """Return the grade as JUnit XML with one test suite."""
     statuses = [result.status for result in grade.results]
     suite = ET.Element(
         "testsuite",
@@ -269,7 +272,7 @@ def _said(result: TestResult) -> str:
 
 
 def _printable(content: str) -> str:
-    """XML has no place for most control characters."""
+    """Remove the control characters that XML does not allow."""
     return "".join(c for c in content if c in "\t\n" or (c >= " " and c not in "\ufffe\uffff"))
 
 

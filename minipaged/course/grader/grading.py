@@ -1,8 +1,8 @@
-"""One submission through the tests of one assignment, in order.
+"""Runs the tests of one assignment on one submission, in order.
 
-Each test has a fresh worker and ends with the worker's completion message: a check that found nothing wrong proves
-nothing if the worker has been tampered with, has died, or has left threads behind. After each test `report` is called,
-so that what is known is on disk before the next one begins.
+Each test has a fresh worker and ends with the worker's completion message: a check that found no mistake proves nothing
+if the worker was tampered with, has died, or left threads running. `report` is called after each test, so that its
+result is on disk before the next one begins.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from minipaged.errors import ModelError
 
 VERDICT_HINTS = {
     Verdict.TIMED_OUT: "Look for a loop that does not end when there is nothing left to find.",
-    Verdict.OUT_OF_MEMORY: "Look for a list that grows with every call, or with no end.",
-    Verdict.ENDED: "Raise errors; a part has no reason to end the process.",
-    Verdict.FLOODED_OUTPUT: "Take out the prints, or print less.",
-    Verdict.FORGED_MESSAGE: "Only the return values of your methods count; there is nothing to write to.",
-    Verdict.FORBIDDEN: "A part needs no files, processes or network.",
-    Verdict.TAMPERED: "Leave other modules as they are; what the grader compares with is out of reach anyway.",
-    Verdict.LEFT_THREADS: "A part needs no threads; if you start some, join them before you return.",
-    Verdict.RAISED_IN_DEL: "A __del__ runs when you least expect it: do not raise there, or do without it.",
+    Verdict.OUT_OF_MEMORY: "Look for a list that grows with every call or without end.",
+    Verdict.ENDED: "Report errors by raising them; your part has no reason to end the process.",
+    Verdict.FLOODED_OUTPUT: "Remove the prints, or print less.",
+    Verdict.FORGED_MESSAGE: "Only the return values of your methods count; write to no socket or file descriptor.",
+    Verdict.FORBIDDEN: "Your part needs no files, processes or network.",
+    Verdict.TAMPERED: "Do not change other modules; the grader compares with values that your code cannot reach.",
+    Verdict.LEFT_THREADS: "Your part needs no threads; if you start some, join them before you return.",
+    Verdict.RAISED_IN_DEL: "Python may run __del__ at any time: raise no errors in it, or remove it.",
 }
 
 
@@ -50,8 +50,11 @@ def grade(
     report: Callable[[Grade], None] = lambda grade: None,
     start: StartSandbox | None = None,
 ) -> Grade:
-    """Grade a submission. `model` None leaves the tests of that stage out; `start` makes what the submission runs in,
-    else it is processes (`WorkerPool`). Raises CannotBeGraded."""
+    """Grade a submission. Raises CannotBeGraded.
+
+    With `model=None` the tests of the model stage are left out. `start` starts the sandbox of each test; by default
+    these are processes of a `WorkerPool`.
+    """
     if start is not None:
         return _grade(assignment, submission, seed, carried or {}, model, report, start)
     from minipaged.course.sandbox.process import WorkerPool
@@ -71,15 +74,15 @@ def _grade(
 ) -> Grade:
     for name in carried:
         if name not in assignment.builds_on:
-            known = ", ".join(assignment.builds_on) or "it builds on none"
-            raise CannotBeGraded(f"{assignment.name} does not build on {name!r}; earlier parts it takes: {known}")
+            known = ", ".join(assignment.builds_on) or "none"
+            raise CannotBeGraded(f"{assignment.name} does not build on {name!r}; parts it accepts with --with: {known}")
     assignment.check_needs()
     result = Grade(assignment, submission, seed)
 
     def bench() -> Bench:
         return Bench(assignment, submission, seed, carried, model or "", start)
 
-    with bench() as first:  # fails here if it cannot be graded at all
+    with bench() as first:  # raises here if the file cannot be graded
         try:
             result.isolation = first.process.isolation
             result.also_checked = first.also
@@ -102,7 +105,7 @@ def _grade(
         with bench() as one:
             try:
                 result.performance = assignment.measure(one)
-            except (Misbehaviour, Exception) as error:  # right so far: only the figure is lost
+            except (Misbehaviour, Exception) as error:  # the score stands; only the speed is lost
                 result.isolation["performance"] = f"not measured: {error}"
     result.finished = True
     report(result)
@@ -110,7 +113,7 @@ def _grade(
 
 
 def run_test(test: Test, bench: Bench) -> TestResult:
-    """One test in a worker of its own."""
+    """Run one test in a fresh worker."""
     try:
         test.check(bench)
         bench.process.finish()
@@ -122,11 +125,11 @@ def run_test(test: Test, bench: Bench) -> TestResult:
     except StudentError as error:
         failure = Failure(raised_message("it", error, "your code"))
     except ModelError as error:
-        raise CannotBeGraded(f"{test.name} needs a model: {error}; --no-model grades without") from None
+        raise CannotBeGraded(f"{test.name} needs a model: {error}; --no-model grades without one") from None
     except CannotBeGraded:
         raise
-    except Exception as error:  # never a pass, whatever was returned to trip us up
-        failure = Failure(f"the grader could not make sense of what your code returned: {error!r}")
+    except Exception as error:  # a return value that confuses the grader must not pass
+        failure = Failure(f"the grader could not interpret what your code returned: {error!r}")
     finally:
         bench.restart()
     if failure and UNWRITTEN in failure.message and (left := to_do(bench.submission.path)):
@@ -137,7 +140,7 @@ def run_test(test: Test, bench: Bench) -> TestResult:
 
 
 def _tampering(bench: Bench) -> Failure | None:
-    """Where a submission replaced members of other modules, that is the thing to say, whatever it led to."""
+    """Return a failure if the submission replaced members of other modules. It takes precedence over other failures."""
     try:
         bench.process.finish()
     except Misbehaviour as misbehaviour:

@@ -1,6 +1,6 @@
-"""Bugs on purpose (mutants), to grade the students' tests by: a right part with one mistake each.
+"""Mutants, which grade the students' tests: each is a right part with one seeded bug.
 
-Each assignment has them in its `mutants.py`, as `SEEDED`. Most are mistakes that shipped somewhere once.
+Each assignment defines them as `SEEDED` in its `mutants.py`. Most are bugs that shipped somewhere once.
 """
 
 from __future__ import annotations
@@ -16,30 +16,33 @@ from minipaged.course.grader.assignment import FOLDER, name_of
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One bug."""
+    """A part with one seeded bug."""
 
     name: str
     meaning: str
-    """What is wrong, in words."""
+    """A description of the bug."""
     test: str
-    """The grader's test that is to find it."""
+    """The name of the grader's test that must find it."""
     source: str
-    """The whole file."""
+    """The source of the whole file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seeded:
-    """The right parts of an assignment, and the wrong ones."""
+    """The right parts of an assignment, and its mutants."""
 
     right: Mapping[str, str]
-    """Whole files, by what there is to say of them. They are written differently."""
+    """Sources of whole files, by description. They are written differently."""
     mutants: Mapping[str, Mutant]
-    """By name. The grader's tests go from the simple to the difficult, and so do the bugs."""
+    """Mutants by name, from simple to difficult like the grader's tests."""
 
 
 def seeded(right: Mapping[str, str], bugs: Mapping[str, tuple[str, ...]]) -> Seeded:
-    """Mutants of the first of the right ones. `bugs`: by name (or "name: meaning") the test that is to find it, and
-    pieces of the source that occur once, each with what stands there instead."""
+    """Return the right parts with mutants of the first one.
+
+    `bugs` maps "name" or "name: meaning" to the test that must find the bug, followed by pairs of strings: a piece of
+    the source that occurs once, and its replacement.
+    """
     base, mutants = next(iter(right.values())), []
     for words, (test, *pieces) in bugs.items():
         name, _, meaning = words.partition(": ")
@@ -52,11 +55,11 @@ def seeded(right: Mapping[str, str], bugs: Mapping[str, tuple[str, ...]]) -> See
 
 
 def source_of(module: str) -> str:
-    """A file of ours, as in "engine/policy"."""
+    """Return the source of a module of minipaged, such as "engine/policy"."""
     return (Path(minipaged.__file__).parent / f"{module}.py").read_text()
 
 
 def find_seeded(assignment: str) -> Seeded:
-    """Those of one assignment. Raises CannotBeGraded where there is none of that name."""
+    """Return the seeded bugs of an assignment. Raises CannotBeGraded for an unknown name."""
     found: Seeded = importlib.import_module(f"{FOLDER}.{name_of(assignment).replace('-', '_')}.mutants").SEEDED
     return found

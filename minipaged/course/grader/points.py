@@ -1,7 +1,7 @@
-"""What is data of an assignment: `tests.toml`, beside its handout. Points and words are changed there, not in code.
+"""Reads `tests.toml`, which lies beside each handout. Points and texts are changed there, not in code.
 
-Each `[[test]]` has a name, by which its check is found, its points, the invariant it is about (if any), a sentence on
-what that means here, and a hint where to look, which is never the answer.
+Each `[[test]]` has a name, which identifies its check, its points, the invariant that it checks (if any), a sentence on
+the invariant's meaning there, and a hint where to look, which never gives the answer.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ OPTIONAL = ("invariant", "stage", "hidden")
 
 
 def described(name: str, checks: Mapping[str, Check], **more: Any) -> Assignment:
-    """The assignment whose tests check this, by their names. Raises CannotBeGraded for a file that does not fit."""
+    """Return the assignment with its `tests.toml`; `checks` has each test's function by name. Raises CannotBeGraded."""
     cap, tests = read_tests(folder_of(name) / "tests.toml", checks)
     return Assignment(name=name, tests=tests, cap=cap, **more)
 
 
 def read_tests(path: Path, checks: Mapping[str, Check]) -> tuple[int, tuple[Test, ...]]:
-    """The cap, and the tests in order. Raises CannotBeGraded, and says where and what."""
+    """Return the cap and the tests in order. Raises CannotBeGraded with the place of the mistake."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -74,7 +74,7 @@ def read_tests(path: Path, checks: Mapping[str, Check]) -> tuple[int, tuple[Test
 def require(
     path: Path, where: str, table: Mapping[str, Any], kinds: Mapping[str, type], optional: tuple[str, ...]
 ) -> None:
-    """All keys that there have to be, no others, and values of their kinds."""
+    """Raise CannotBeGraded unless the table has all required keys, no unknown ones, and values of the right types."""
     for key, value in table.items():
         one_of(path, f"{where}: key", key, list(kinds))
         if type(value) is not kinds[key]:
@@ -84,6 +84,6 @@ def require(
 
 
 def one_of(path: Path, what: str, value: str, known: Sequence[str]) -> None:
-    """What is misspelt is told what there is."""
+    """Raise CannotBeGraded with the known values if this is not one of them."""
     if value not in known:
         raise CannotBeGraded(f"{path}: {what} {value!r} is not known; choose one of {', '.join(map(repr, known))}")

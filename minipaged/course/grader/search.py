@@ -1,7 +1,7 @@
-"""Looking for a counterexample: Hypothesis makes up inputs, and shortens the first one that fails.
+"""Searches for a counterexample: Hypothesis generates inputs, and shrinks the first one that fails.
 
-The same seed gives the same inputs, and so the same counterexample: on the command line, however minipaged is
-installed, and in a page.
+The same seed gives the same inputs, and so the same counterexample, on the command line, in a page, and however
+minipaged is installed.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ from minipaged.course.grader.assignment import Bench, Failed, Failure
 from minipaged.course.sandbox.contract import Misbehaviour
 
 EXAMPLES = 200
-"""Inputs tried for each property."""
+"""The number of inputs tried for each property."""
 PHASES = (Phase.generate, Phase.shrink)
-"""Find a failure, then look for the shortest: that takes most of the time."""
+"""Hypothesis finds a failure, then shrinks it, which takes most of the time."""
 
 
 def search(
     bench: Bench, inputs: st.SearchStrategy[Any], run: Callable[[Any], object], examples: int | None = None
 ) -> None:
-    """Run the check on many inputs, on fewer (`examples`) where it is slow; what one has made, the next does not find.
-    Raises Failed with the shortest failure."""
+    """Run the check on many inputs, each with no objects left from the one before. Raises Failed with the shortest
+    failure.
+
+    `examples` is the number of inputs, for a check that is too slow for EXAMPLES of them.
+    """
     shortest: list[Failure] = []
 
     @with_seed(bench.seed)
@@ -55,7 +58,7 @@ def search(
     try:
         with no_local_constants():
             test()
-    except (Flaky, Misbehaviour):  # the same input failed once and passed another time; or time ran out
+    except (Flaky, Misbehaviour):  # an input failed once and passed once, or time ran out
         if not shortest:
             raise
         raise Failed(shortest[-1]) from None
@@ -63,10 +66,10 @@ def search(
 
 @contextmanager
 def no_local_constants() -> Iterator[None]:
-    """Within it Hypothesis does not try the constants of the modules that are loaded, but for those of packages: they
-    would be others for who has installed minipaged than for who has a clone, and none in a page.
+    """Keep Hypothesis from trying constants that it finds in loaded modules outside of installed packages.
 
-    A Hypothesis that is not the tested one may have them elsewhere: what it tries may then differ, and nothing else.
+    These constants differ between an installed minipaged and a clone, and a page has none. This patches internals of
+    Hypothesis; in a version without them the inputs may differ, and nothing else.
     """
     try:
         from hypothesis.internal.conjecture import providers

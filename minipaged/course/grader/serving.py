@@ -1,6 +1,6 @@
-"""The real engine with a student's part in it: random workloads on the content oracle, and SmolLM2.
+"""Runs the real engine with a student's part in it, on random workloads with the content oracle and on SmolLM2.
 
-In a page there is neither NumPy nor SmolLM2; the workloads run there all the same, on a model in plain Python.
+A page has neither NumPy nor SmolLM2; the workloads run there too, on a model in plain Python.
 """
 
 from __future__ import annotations
@@ -32,33 +32,34 @@ PROMPTS = (
     "The capital of France is",
 )
 CROWDED: dict[str, Any] = {"block_size": 4, "num_blocks": 12, "num_swap_blocks": 12, "max_model_len": 64}
-"""Of an LLM: a pool that is too small for all of `texts` at once."""
+"""Settings of an LLM whose pool is too small for all requests of `texts` at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What an engine is made with in place of its own."""
+    """The student's parts that an engine uses in place of its own."""
 
     of_tier: Mapping[str, Any] = field(default_factory=dict)
-    """`block_table`, `beam_search`."""
+    """Parts that belong to a tier: `block_table`, `beam_search`."""
     allocator: Callable[[int], BlockAllocator] | None = None
     policy: MakePolicy = FirstComeFirstServed
 
 
 MakeParts = Callable[[], Parts]
 Attach = Callable[[Engine], object]
-"""Tells the student's part in which engine it is."""
+"""Connects the student's part to the engine that uses it."""
 Explain = Callable[[Exception], Exception]
-"""Says better what went wrong, where that can be said; or raises Failed."""
+"""Returns a clearer error than the one the engine raised, or the same one; may raise Failed."""
 
 
 def numbered_workloads(seed: int) -> Iterator[tuple[int, Workload]]:
-    """Sharing, copy-on-write, prefix caching, both ways of preempting, cancelled requests."""
+    """Yield random workloads with sharing, copy-on-write, prefix caching, swapping, recomputation, and cancelled
+    requests."""
     return ((number, random_workload(number)) for number in count(1000 * seed))
 
 
 def crowded_workloads(seed: int) -> Iterator[tuple[int, Workload]]:
-    """Those in which the engine's own scheduler preempts; how they come back is the scheduler's choice."""
+    """Yield the workloads in which the engine's own scheduler preempts. The scheduler chooses swap or recompute."""
     for number, workload in numbered_workloads(seed):
         crowded = replace(workload, config=replace(workload.config, preemption="auto"))
         run = WorkloadRun(crowded, model=PlainModel(), steady=False)
@@ -68,7 +69,7 @@ def crowded_workloads(seed: int) -> Iterator[tuple[int, Workload]]:
 
 
 def workloads_with_beams(seed: int) -> Iterator[tuple[int, Workload]]:
-    """Those in which some request searches with several beams."""
+    """Yield the workloads in which a request searches with several beams."""
     for number, workload in numbered_workloads(seed):
         if any(isinstance(one.params, BeamSearchParams) and one.params.beam_width > 1 for one in workload.requests):
             yield number, workload
@@ -82,8 +83,10 @@ def check_workloads(
     explain: Explain = lambda error: error,
     model: FakeModel | None = None,
 ) -> None:
-    """Every request ends, with the tokens that it has alone, and nothing is left behind. `model`: what chooses them, a
-    PlainModel if none is named. Raises Failed."""
+    """Check that every request ends with the tokens that it gets when it runs alone, and that no block leaks.
+
+    `model` chooses the tokens; the default is a PlainModel. Raises Failed.
+    """
     model = model or PlainModel()
     for number, workload in workloads:
         bench.process.forget()
@@ -114,7 +117,7 @@ def check_texts(
     attach: Attach = lambda engine: None,
     explain: Explain = lambda error: error,
 ) -> None:
-    """SmolLM2 writes with the student's part what it writes without. Raises Failed."""
+    """Check that SmolLM2's tokens are the same with the student's part as without it. Raises Failed."""
     from minipaged.llm import LLM
     from minipaged.setup.loaded_model import LoadedModel
 
@@ -136,7 +139,7 @@ def check_texts(
 
 
 def texts(llm: LLM, seed: int) -> list[list[tuple[int, ...]]]:
-    """The tokens of parallel samples and of beams, of which some are preempted."""
+    """Return the tokens of parallel samples and of beams; some of these requests are preempted."""
     assert llm.tokenizer
     prompts = [llm.tokenizer.encode(prompt)[:15] for prompt in PROMPTS]
     sampled = llm.generate(prompts, SamplingParams(n=2, temperature=0.8, seed=seed, max_tokens=8))
@@ -145,7 +148,7 @@ def texts(llm: LLM, seed: int) -> list[list[tuple[int, ...]]]:
 
 
 def in_engine(error: Exception, where: str, events: list[Event]) -> Failed:
-    """What went wrong while an engine used the part, with the engine's events up to there."""
+    """Return an error in an engine that uses the part as a Failed, with the engine's events up to it."""
     if isinstance(error, Failed):
         failure = error.failure
     else:

@@ -1,8 +1,8 @@
-"""What the sessions of all assignments have in common: asking the student's part, and telling how it failed.
+"""The base class of the assignments' sessions: calls the student's part, and reports its failures.
 
-A session calls one part (or a few) in the worker and compares every answer with what is right. It keeps a diary: the
-lines of Python that were carried out, a drawing of how things stand, and the same as events. When an answer is wrong
-the diary becomes the failure: a script that fails by itself, a picture, a run.
+A session calls one part, or several, in the worker and compares every answer with the right one. It keeps a diary: the
+calls as lines of Python, a drawing of the current state, and the calls as events. When an answer is wrong, the diary
+becomes the failure: a script that reproduces it, a drawing, and a run.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ from minipaged.events import Event
 
 
 class Session:
-    """A part of the student's and what it ought to say. Every method raises Failed and Misbehaviour."""
+    """A student's part, with a model of its right answers. Every method may raise Failed and Misbehaviour."""
 
     KIND: ClassVar[str]
-    """What the student's class makes, in a word."""
+    """A noun with its article for an object of the student's class, as in "a table"; for messages."""
 
     def __init__(self, bench: Bench, part: tuple[Handle, str] | None = None, *, beside: Self | None = None) -> None:
-        """`part`: an earlier assignment's. `beside`: another session whose script this one is to be part of."""
+        """`part` is an earlier assignment's part. `beside` is another session; both then write one script."""
         self._bench = bench
         self._module, self._name = part or bench.part
         self._lines: list[str] = beside._lines if beside else []
         draws = "random" in bench.submission.path.read_text(errors="replace")
         self._seed = bench.seed if draws else None
-        """Of the random module, for a part that draws from it."""
+        """The seed of the random module, if the part uses it."""
 
-    # --- What each has of its own -----------------------------------------------------------------
+    # --- Overridden by subclasses -----------------------------------------------------------------
 
     def _imports(self) -> Sequence[str]:
-        """Lines of a script, beside the student's part."""
+        """Return the script's import lines, apart from the student's part."""
         return []
 
     def _body(self) -> Sequence[str]:
-        """Lines of a script, after the imports."""
+        """Return the script's lines after the imports."""
         return self._lines
 
     def _draw(self) -> tuple[str, ...]:
-        """How things stand."""
+        """Return a drawing of the current state."""
         return ()
 
     def _story(self, message: str) -> tuple[Event, ...]:
-        """What happened, up to the failure that the message tells."""
+        """Return the run as events; the last one is the failure, with this message."""
         return ()
 
     def _interrupted(self, shown: str) -> str:
-        """What to call the call that did not come back."""
+        """Return the source of a call that did not return."""
         return shown or self._lines[-1].strip()[:80]
 
-    # --- Asking -----------------------------------------------------------------------------------
+    # --- Calling the part -------------------------------------------------------------------------
 
     def _make(self, shown: str, *args: Any) -> Handle:
         """Call the student's class."""
@@ -64,11 +64,11 @@ class Session:
         if isinstance(made, Raised):
             self._raised("__init__", made.error, shown)
         if not isinstance(made, Handle):
-            self._fail(f"{shown} gave {made!r}, no {self.KIND}")
+            self._fail(f"{shown} returned {made!r} instead of {self.KIND}")
         return made
 
     def _refuse_to_make(self, shown: str, why: str, *args: Any) -> None:
-        """Making one like this has to raise ValueError."""
+        """Check that the student's class raises ValueError for these arguments."""
         self._lines += must_raise("ValueError", shown, why)
         [made] = self._ask([(self._module, self._name, args)], shown, seed=self._bench.seed)
         if not isinstance(made, Raised):
@@ -87,13 +87,13 @@ class Session:
     # --- Failing ----------------------------------------------------------------------------------
 
     def _raised(self, method: str, error: Exception, shown: str, instead: str = "") -> NoReturn:
-        """A call raised that should not have. `instead`: what to say of it besides."""
+        """Fail because a call raised an error. `instead` is added to the message and says what was expected."""
         told = raised_message(method, error, shown)
         failure = self._failure(None, told if is_unwritten(error) else told + instead)
         raise Failed(replace(failure, crashed=isinstance(error, StudentError)))
 
     def _fail(self, message: str, *lines: str, invariant: Invariant | None = None) -> NoReturn:
-        """`lines`: those in which the script fails."""
+        """Fail with this message. `lines` are added to the script; they raise its error."""
         self._lines += lines
         raise Failed(self._failure(invariant, message))
 
@@ -106,7 +106,7 @@ class Session:
 
 @contextmanager
 def telling(name: str, tell: Callable[..., Failure]) -> Iterator[None]:
-    """For a single call: what it raises, or does to its process, becomes a failure. `tell` makes it of a message."""
+    """Turn an error or a misbehaviour of a single call into a failure, which `tell` makes from a message."""
     try:
         yield
     except Misbehaviour as misbehaviour:

@@ -1,11 +1,11 @@
-"""The students' own tests, graded by the bugs that they find: `minipaged grade-tests block-allocator test_mine.py`.
+"""Grades students' own tests by the bugs that they find: `minipaged grade-tests block-allocator test_mine.py`.
 
-The tests are pytest's. They import the part as if it lay beside them, `from block_allocator import BlockAllocator`, and
-get one under test: first those that are right, on which they have to pass, then each of the mutants, on which at least
-one has to fail. The score is the share of mutants that are found (killed).
+The tests are written for pytest. They import the part as if it were a file beside them (`from block_allocator import
+BlockAllocator`). They run on the right parts first, where all of them have to pass, and then on each mutant, where at
+least one has to fail. The score is the number of mutants found (killed).
 
-Each run is one in a fresh worker (`sandbox/worker.py`), and the part under test is there too. No file has its source,
-and its names are those of any other: tests that only call it cannot tell a mutant from a right one but by what it does.
+Each run has a fresh worker (`sandbox/worker.py`), which also has the part under test. The part's source is in no file,
+and mutants have the same names as right parts, so that tests can distinguish them only by their behaviour.
 """
 
 from __future__ import annotations
@@ -34,35 +34,37 @@ from minipaged.course.sandbox.process import WorkerPool
 
 RUNNER = "minipaged.course.grader.test_runner"
 CALL_SECONDS, MEMORY_BYTES = 30.0, 2 << 30
-"""For all tests of a file together, where an assignment does not allow its parts more."""
+"""Limits for all tests of a file together. An assignment's own limits apply if they are higher."""
 TOGETHER = 2
-"""Runs at the same time."""
+"""The number of runs at the same time."""
 LEAD = 3
-"""Bugs that the closing lines begin with: the simplest of those that no test found."""
-RIGHT = "A test has to pass on every right part. Does it ask for more than the handout says? For one way to do it?"
+"""The number of missed bugs listed before the score, simplest first."""
+RIGHT = (
+    "A test has to pass on every right part. Does yours demand more than the handout says, or one particular solution?"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class TestRun:
-    """One run of the tests."""
+    """The result of one run of the tests."""
 
     passed: tuple[str, ...] = ()
     failed: tuple[tuple[str, str], ...] = ()
-    """Tests and why."""
+    """Pairs of a failed test's name and the reason."""
     verdict: str | None = None
-    """What the tests did to their process, if they did not end in order."""
+    """How the tests misbehaved in their process, if they did."""
     message: str = ""
     output: str = ""
 
 
 def grade_tests(name: str, tests: Submission, *, report: Callable[[Grade], None] = lambda grade: None) -> Grade:
-    """Grade a file of tests. Raises CannotBeGraded when there is no test in it that runs."""
+    """Grade a file of tests. Raises CannotBeGraded if the file does not load or has no tests."""
     part = find_assignment(name)
     part.check_needs()
     module = part.name.replace("-", "_")
     if tests.path.stem == module:
         raise CannotBeGraded(
-            f"{tests.path.name} is what the tests import; hand in the file with the tests, test_mine.py say"
+            f"{tests.path.name} is the file that the tests import; name the file with the tests, as in test_mine.py"
         )
     seeded = find_seeded(part.name)
     order = [test.name for test in part.tests]
@@ -80,7 +82,7 @@ def grade_tests(name: str, tests: Submission, *, report: Callable[[Grade], None]
                 raise CannotBeGraded(f"{tests.path.name} has no tests: {outcome.message or 'none was found'}")
             grade.results.append(_passes(test, outcome))
             report(grade)
-        # Where one fails on a right part, nothing is proved by a failing test.
+        # If a test fails on a right part, its failure on a mutant proves nothing.
         if not any(result.status is TestStatus.FAILED for result in grade.results):
             with ThreadPoolExecutor(TOGETHER) as pool:
                 runs = pool.map(run, [mutant.source for mutant in bugs])
@@ -104,13 +106,13 @@ def _passes(test: Test, outcome: TestRun) -> TestResult:
         return TestResult(test, TestStatus.FAILED, outcome.message, failure, outcome.output)
     if outcome.failed:
         name, why = outcome.failed[0]
-        message = f"{name} fails on a right part: {why}\n{test.meaning}\nSo the wrong ones were not tried."
+        message = f"{name} fails on a right part: {why}\n{test.meaning}\nThe parts with bugs were therefore not tried."
         return TestResult(test, TestStatus.FAILED, message, output=outcome.output)
     return TestResult(test, TestStatus.PASSED, f"{len(outcome.passed)} tests")
 
 
 def _kills(test: Test, outcome: TestRun) -> TestResult:
-    if outcome.verdict == Verdict.TIMED_OUT:  # on a right one they ended in time
+    if outcome.verdict == Verdict.TIMED_OUT:  # the tests ended in time on right parts
         return TestResult(test, TestStatus.PASSED, "found: the tests did not end")
     if outcome.verdict:
         failure = Failure(outcome.message, verdict=outcome.verdict)
@@ -122,7 +124,7 @@ def _kills(test: Test, outcome: TestRun) -> TestResult:
 
 
 def run_tests(part: Assignment, tests: Submission, source: str, start: StartSandbox | None = None) -> TestRun:
-    """Run the file in a worker of its own, on the part that this is the source of. `start` makes the worker; None:
+    """Run the file of tests in a fresh worker, on the part with this source. `start` starts the worker; the default is
     `start_process`."""
     most = part.limits
     limits = replace(
@@ -145,4 +147,4 @@ def run_tests(part: Assignment, tests: Submission, source: str, start: StartSand
 
 
 def _unused(bench: object) -> None:
-    raise AssertionError("these are graded by grade_tests")
+    raise AssertionError("grade_tests runs these tests")

@@ -1,4 +1,4 @@
-"""Runs a student's tests in the worker: pytest, with the part under test put where the tests import it from."""
+"""Runs a student's tests in the worker with pytest. The part under test is put into `sys.modules`."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-import hypothesis  # noqa: F401  (students may use it; loaded here, since it looks for plugins on the whole machine)
+import hypothesis  # noqa: F401  (students may use it; imported early, since it searches the whole machine for plugins)
 import pytest
 
 LOADING = "loading the file"
-"""What failed where no test could be run."""
+"""The name of the failure if no test could run."""
 KEPT = 300
-"""Characters of the reason why a test failed, its end: that is where pytest says what was raised."""
+"""The number of characters kept of a failure's reason: its end, where pytest names the error."""
 OPTIONS = (
     *("-q", "-x", "-p", "no:cacheprovider", "-p", "no:faulthandler"),
     *("-c", "/dev/null", "--rootdir", ".", "--confcutdir", "."),
 )
-"""No plugins of the machine's, no files of pytest's own, no configuration from the folders above."""
+"""pytest options that turn off plugins, files that pytest writes, and configuration from other folders."""
 
 
 class _Log:
-    """A plugin that notes what came of each test."""
+    """A pytest plugin that records the outcome of each test."""
 
     def __init__(self) -> None:
         self.passed: list[str] = []
@@ -44,8 +44,10 @@ class _Log:
 
 
 def run(path: str, module: str, source: str) -> tuple[list[str], list[tuple[str, str]], str]:
-    """Run the tests of the file, which import `module`, made of the source; gives those that passed, those that failed
-    and why, and a word on anything else."""
+    """Run the tests of a file. They import `module`, which has this source.
+
+    Returns the tests that passed, the tests that failed with the reason, and a message if pytest ended otherwise.
+    """
     part = ModuleType(module)
     sys.modules[module] = part
     file = f"{module}.py"
@@ -63,7 +65,7 @@ def run(path: str, module: str, source: str) -> tuple[list[str], list[tuple[str,
 
 
 def _keep_secret(part: ModuleType, tests: str, event: str, args: tuple[Any, ...]) -> None:
-    """Tests are to call the part, not to read it: a bug is not found by its code."""
+    """An audit hook that raises PermissionError when the tests read the part's code; they have to call it."""
     if event == "object.__getattr__" and args[1] == "__code__":
         function, reader = args[0], sys._getframe(1).f_code.co_filename
         if getattr(function, "__globals__", None) is part.__dict__ and reader.endswith((tests, f"{os.sep}dis.py")):

@@ -1,10 +1,11 @@
-"""Where student code runs: in a process of its own, or in the page that grades it. It answers the grader's calls, and
-decides nothing.
+"""The sandbox that runs student code, in a separate process or in the page that grades it.
 
-contract.py       the grader's end: calls, limits, handles, what calls return, how a submission may misbehave
-answering.py      the other end: where the student's objects live
-process.py        a process, as the grader sees it
-worker.py         a process, from within
+The sandbox only answers the grader's calls. All decisions are the grader's.
+
+contract.py       the grader's end: calls, limits, handles, outcomes, and the ways in which a submission can misbehave
+answering.py      the student's end, which holds the student's objects
+process.py        a worker process, seen from the grader
+worker.py         the code of the worker process
 page_process.py   both ends in one interpreter
-wire.py           what travels between them
+wire.py           the message format between them
 """

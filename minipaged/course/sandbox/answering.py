@@ -1,13 +1,13 @@
-"""Where a student's code runs: objects of it live here, calls are made on them, and what they do is told.
+"""The student's end of a sandbox: holds the student's objects, makes the grader's calls on them, and sends the answers.
 
-What is right is known to the grader alone, which sends calls ("make a BlockAllocator of 3 blocks, allocate, ...") and
-compares the answers with a model of its own. So there is no message "all tests passed" that could be forged: whoever
-answers every call rightly has written the part. Each message carries a token drawn for it, and the answer has to carry
-the same one, so that what student code writes to the channel on its own account is found out.
+Only the grader knows the right answers. It sends calls ("make a BlockAllocator of 3 blocks, allocate, ...") and
+compares the answers with a model of its own. Hence there is no message "all tests passed" to forge: only a correct part
+can answer every call rightly. Each request carries a random token, and its answer must carry the same one, so that the
+grader detects messages that student code writes to the channel.
 
-At the end of a test the grader learns what is amiss: threads still running, exceptions in `__del__`, modules with
-replaced members. How messages come and go, and what keeps student code apart, is in the classes that extend
-`ObjectHost`: a process (`worker.py`), or the grader's own interpreter in a page (`page_process.py`).
+At the end of a test the grader asks for faults: threads still running, exceptions in `__del__`, modules with replaced
+members. Subclasses of `ObjectHost` transport the messages and isolate student code: a process (`worker.py`), or the
+grader's own interpreter in a page (`page_process.py`).
 """
 
 from __future__ import annotations
@@ -37,44 +37,45 @@ PLAIN: dict[str, type[Exception]] = {
         *(TypeError, AttributeError, AssertionError),
     )
 }
-"""Python's own that are raised in student code as what they are, too; others as a RuntimeError."""
+"""Python's errors that, like `wire.ERRORS`, are raised in student code with their own type. All others become a
+RuntimeError."""
 WATCHED_MODULES = (
     *("random", "time", "json", "os", "posixpath", "gc", "_thread", "threading", "copy", "tracemalloc"),
-    *("numpy", "torch"),  # where the assignment has them loaded
+    *("numpy", "torch"),  # if the assignment's modules import them
 )
 PRIVATE = ("reference", "fast", "engine", "course", "demo", "models/quantized")
-"""Parts of minipaged that hold answers or the grader."""
+"""Parts of minipaged that contain answers or the grader."""
 
 
 class Ended(BaseException):
-    """Raised in student code that is not to go on, where the grader runs in the same interpreter."""
+    """Raised in student code to stop it, if the grader runs in the same interpreter."""
 
 
 class ObjectHost(ABC):
-    """The objects that live here, and the notes on what student code did."""
+    """Holds the student's objects, and records the faults of student code."""
 
     def __init__(self) -> None:
         self._objects: dict[int, Any] = {}
         self._next_number = 0
         self._stubs: dict[int, Stub] = {}
         self._token = ""
-        """Of the request that is being answered."""
+        """The token of the request that is being answered."""
         self.student_files: list[str] = []
         self._faults: list[str] = []
-        """What student code did that it may not do."""
+        """Forbidden actions of student code, as ends of the sentence "the submission …"."""
         self._unraisable: list[str] = []
-        # Kept here, where a student's module does not replace them.
+        # Own references, so that a student's module cannot replace these functions.
         self._loads, self._line, self._clock = json.loads, wire.line, time.perf_counter
         self._seed, self._collect, self._count_threads = random.seed, gc.collect, _thread._count
         self._snapshot: dict[str, tuple[Any, dict[str, Any]]] = {}
 
     @abstractmethod
     def _read(self) -> dict[str, Any] | None:
-        """The grader's next message; None when it has hung up."""
+        """Return the grader's next message, or None if it closed the channel."""
 
     @abstractmethod
     def _send(self, message: dict[str, Any]) -> None:
-        """Tell the grader."""
+        """Send a message to the grader."""
 
     def _answer(self, request: dict[str, Any]) -> None:
         before, self._token = self._token, request["token"]
@@ -84,14 +85,14 @@ class ObjectHost(ABC):
             answer = {"fault": self._faults[0]}
         self._send({"token": request["token"], **answer})
 
-    # --- What the grader can ask for --------------------------------------------------------------
+    # --- The grader's requests --------------------------------------------------------------------
 
     @abstractmethod
     def _do_start(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Prepare for student code: by `_begin`, and by whatever keeps it apart."""
+        """Prepare for student code: call `_begin`, and isolate the process."""
 
     def _begin(self, modules: Sequence[str]) -> None:
-        """Import what the parts of the assignment need, and look at what is not to be changed."""
+        """Import the assignment's modules, and take a snapshot of the members that must not change."""
         for name in modules:
             self._objects[self._new_number()] = importlib.import_module(name)
         sys.unraisablehook = self._note_unraisable
@@ -100,7 +101,7 @@ class ObjectHost(ABC):
         self._own_threads = self._count_threads()  # not the student's
 
     def _do_load(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Import a file of the student's from the working directory; tell what is in it."""
+        """Import a student's file from the working directory, and answer with its classes and functions."""
         path, name = request["path"], request["name"]
         self.student_files.append(path)
         spec = importlib.util.spec_from_file_location(name, path)
@@ -142,7 +143,10 @@ class ObjectHost(ABC):
         return {"ok": outcomes}
 
     def _do_time(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The seconds that the calls take when nothing else is done. `args`: numbers, or ["result of", n]."""
+        """Answer with the seconds that the calls take in a row.
+
+        Each call is a member, an argument, and a reference: the number of an earlier call whose result is the argument.
+        """
         results: list[Any] = []
         methods = {name: getattr(self._objects[request["target"]], name) for name in request["members"]}
         calls = [(methods[member], argument, reference) for member, argument, reference in request["calls"]]
@@ -157,14 +161,14 @@ class ObjectHost(ABC):
         return {"ok": self._clock() - started}
 
     def _do_forget(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Drop the objects made since the files were loaded."""
+        """Drop the objects that were made since the files were loaded."""
         for number in [number for number in self._objects if number >= request["from"]]:
             del self._objects[number]
         self._stubs.clear()
         return {"ok": None}
 
     def _do_finish(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The completion message: without it no test is passed. Tells what is amiss, if anything."""
+        """Answer with the completion message, which names the first fault, if any. No test passes without it."""
         self._do_forget(request)
         self._collect()
         if self._unraisable:
@@ -179,7 +183,7 @@ class ObjectHost(ABC):
             return {"ok": {"verdict": "left-threads", "message": f"{threads} threads of its own are still running"}}
         return {"ok": {"verdict": None}}
 
-    # --- Objects that stay ------------------------------------------------------------------------
+    # --- Objects that do not travel ---------------------------------------------------------------
 
     def _new_number(self) -> int:
         self._next_number += 1
@@ -207,13 +211,13 @@ class ObjectHost(ABC):
         return resolve
 
     def _ask(self, number: int, member: str, args: Sequence[Any] | None) -> Any:
-        """A call that student code makes on an object of the grader's."""
+        """Make a call of student code on an object of the grader's."""
         encoded = None if args is None else [wire.encode(_as_list(value), self._handle) for value in args]
         self._send({"token": self._token, "ask": [number, member, encoded]})
         while (message := self._read()) is not None:
             if "do" not in message:
                 break
-            self._answer(message)  # to answer us, the grader may call student code again
+            self._answer(message)  # before it answers, the grader may call student code
         if message is None:
             os._exit(0)
         if "raised" in message:
@@ -221,10 +225,10 @@ class ObjectHost(ABC):
             raise (wire.ERRORS | PLAIN).get(name, RuntimeError)(text)
         return wire.decode(message["ok"], self._resolver(()))
 
-    # --- Telling of errors ------------------------------------------------------------------------
+    # --- Errors -----------------------------------------------------------------------------------
 
     def _describe(self, error: BaseException) -> dict[str, Any]:
-        """The error by name, text and place in the student's files."""
+        """Return the error's type, message, and places in the student's files."""
         try:
             text = str(error.msg if isinstance(error, SyntaxError) else error)[:2000]
         except BaseException:
@@ -246,7 +250,7 @@ class ObjectHost(ABC):
 
     @staticmethod
     def _contents(module: ModuleType) -> list[dict[str, Any]]:
-        """The classes and functions that the file itself defines, with their members."""
+        """Return the classes and functions that the file defines, with their members."""
         return [
             {
                 "name": name,
@@ -276,7 +280,7 @@ class ObjectHost(ABC):
         return next((f"{name}.{key}" for name, _, key in self._changes()), None)
 
     def _changes(self) -> Iterator[tuple[str, Any, str]]:
-        """What is not as it was: the name of a module or class, itself, and the name of the member."""
+        """Yield each replaced member: the name of its module or class, that object, and the member's name."""
         for name, (owner, before) in self._snapshot.items():
             now = vars(owner)
             for key, value in before.items():
@@ -289,7 +293,7 @@ class ObjectHost(ABC):
 
 
 class Stub:
-    """Stands for an object of the grader's: each call, and each look at a property, asks for it."""
+    """A proxy for an object of the grader's. Each call, and each read of a property, is a message to the grader."""
 
     def __init__(self, number: int, methods: Sequence[str], properties: Sequence[str], ask: Callable[..., Any]) -> None:
         self._number, self._methods, self._properties, self._asks = number, methods, properties, ask
@@ -306,11 +310,11 @@ class Stub:
 
 
 def _is_ours(kind: Any, member: str) -> bool:
-    """Whether a class has the member from one of minipaged's."""
+    """Whether a class inherits the member from a class of minipaged."""
     owner = next((base for base in getattr(kind, "__mro__", ()) if member in vars(base)), None)
     return str(getattr(owner, "__module__", "")).partition(".")[0] == "minipaged"
 
 
 def _as_list(value: Any) -> Any:
-    """What can only be gone through once (`reversed(blocks)`, a generator) or is a range travels as a list."""
+    """Return iterators (`reversed(blocks)`, a generator) and ranges as lists, since these can travel."""
     return list(value) if hasattr(type(value), "__next__") or type(value) is range else value

@@ -1,11 +1,11 @@
-"""What the grader knows of where student code runs: what may be asked, what comes back, what can go wrong.
+"""The grader's interface to a sandbox: calls, their outcomes, and the ways in which a submission can misbehave.
 
-Calls go there, outcomes and questions come back (`wire.py`). How they get there is in the classes that extend
-`Sandbox`: to a process (`process.py`), or to what stands in its place in a page (`page_process.py`).
+The grader sends calls; outcomes and questions come back (`wire.py`). Subclasses of `Sandbox` transport them: to a
+process (`process.py`), or within a page's interpreter (`page_process.py`).
 
-What student code raises comes back as an error. What it *does* to where it runs (hang, eat memory, exit, write to the
-channel, tamper) comes back as `Misbehaviour`, which is no `Exception`: no `except Exception` on the way to the grader
-can swallow it, and Hypothesis does not try to shrink it.
+An error that student code raises comes back as an error. Harm that it does to its process (hang, use too much memory,
+exit, write to the channel, tamper) is raised as `Misbehaviour`. This is not an `Exception`, so that no `except
+Exception` on the way to the grader catches it, and Hypothesis does not try to shrink it.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from minipaged.course.sandbox import wire
 
 
 class Verdict(StrEnum):
-    """What a submission did to its process. Each fails the test in which it happened."""
+    """A kind of misbehaviour of a submission. Each fails the test in which it happened."""
 
     TIMED_OUT = "timed-out"
     """A call did not return in time."""
     OUT_OF_MEMORY = "out-of-memory"
-    """It asked for more memory than it may have."""
+    """It requested more memory than its limit."""
     ENDED = "ended"
     """The process ended in the middle of a test."""
     FLOODED_OUTPUT = "flooded-output"
     """It printed more than a megabyte."""
     FORGED_MESSAGE = "forged-message"
-    """Something was written to the grader's channel that is no answer of the worker's."""
+    """It wrote a message of its own to the grader's channel."""
     FORBIDDEN = "forbidden"
-    """It read, wrote, started or connected to something that is none of its business."""
+    """It read, wrote, started or connected to something forbidden."""
     TAMPERED = "tampered"
     """It replaced members of minipaged or of the standard library."""
     LEFT_THREADS = "left-threads"
@@ -47,17 +47,17 @@ class Verdict(StrEnum):
 
 
 class Misbehaviour(BaseException):
-    """A verdict, and what happened, in a sentence."""
+    """Raised when a submission misbehaves, with the verdict and a sentence that says what happened."""
 
     def __init__(self, verdict: Verdict, message: str) -> None:
         super().__init__(f"{verdict}: {message}")
         self.verdict, self.message = verdict, message
         self.failure: Any = None
-        """An `assignment.Failure` that tells more, where a test can."""
+        """An `assignment.Failure` with the details, if the test has them."""
 
 
 class StudentError(Exception):
-    """Student code raised something that the contract does not name."""
+    """An error in student code that the contract does not name."""
 
     def __init__(self, kind: str, message: str, places: Sequence[str]) -> None:
         self.kind, self.message, self.places = kind, message, tuple(places)
@@ -67,40 +67,40 @@ class StudentError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a worker may use. None of it is scarce for a right solution."""
+    """The limits of a worker. A right solution stays far below each."""
 
     call_seconds: float = 5.0
-    """Wall-clock time of one call (or one batch of calls)."""
+    """Wall-clock time of one call or one batch of calls."""
     test_seconds: float = 120.0
     """Wall-clock time of one test."""
     cpu_seconds: int = 120
     memory_bytes: int = 1 << 30
-    """Address space, beside what is taken once the assignment's modules are loaded."""
+    """Address space, in addition to the space used once the assignment's modules are loaded."""
     file_bytes: int = 16 << 20
-    """Size of any file that it writes."""
+    """Size of any file that the worker writes."""
     open_files: int = 64
     processes: int | None = 0
-    """More processes and threads (of the same user) than this may not be started; None: no limit. Root has none."""
+    """The most processes and threads of the same user; None for no limit. Root is never limited."""
     processes_allowed: bool = False
-    """Whether student code may start processes (a compiler, say)."""
+    """Whether student code may start processes, such as a compiler."""
     gpu: bool = False
-    """Whether Triton kernels are compiled for a GPU; otherwise Triton's interpreter runs them, on the CPU."""
+    """Whether Triton compiles kernels for a GPU; otherwise its interpreter runs them on the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """A call that raised."""
+    """The outcome of a call that raised an error."""
 
     error: Exception
 
 
 Outcome = Any
-"""What a call returned, or a `Raised`."""
+"""The value that a call returned, or a `Raised`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """An object that lives in the worker."""
+    """A reference to an object in the worker."""
 
     process: Sandbox
     number: int
@@ -108,11 +108,11 @@ class Handle:
     """The name of its type."""
 
     def call(self, member: str, *args: Any) -> Any:
-        """Call a member; returns what it returned. Raises the contract's errors, StudentError and Misbehaviour."""
+        """Call a member and return its result. Raises the contract's errors, StudentError and Misbehaviour."""
         return _value(self.process.batch([(self, member, args)])[0])
 
     def get(self, member: str) -> Any:
-        """Look at an attribute or property."""
+        """Read an attribute or property."""
         return _value(self.process.batch([(self, member, None)])[0])
 
 
@@ -124,9 +124,9 @@ class Member:
     is_class: bool
     members: tuple[str, ...]
     written: tuple[str, ...]
-    """Those of them that no class of minipaged's has given it."""
+    """The members that it does not inherit from a class of minipaged."""
     unfinished: tuple[str, ...]
-    """Abstract members that it leaves open."""
+    """Abstract members that it does not implement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class LoadedFile:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """In a batch: what an earlier call of the same batch returned."""
+    """An argument in a batch: the result of an earlier call of the same batch."""
 
     call: int
 
@@ -151,19 +151,21 @@ def _value(outcome: Outcome) -> Any:
 
 
 MOST_OUTPUT = 1 << 20
-"""Bytes that a submission may print; whoever prints more is stopped."""
+"""The number of bytes that a submission may print. One that prints more is stopped."""
 KEPT_OUTPUT = 4000
-"""Bytes of it that are shown."""
+"""The number of printed bytes that are shown."""
 
 
 class Sandbox(ABC):
-    """Where one submission runs, in a folder of its own. Asks an `ObjectHost` (`answering.py`), and answers student
-    code that calls the objects it was offered."""
+    """The grader's end of the place where one submission runs, with a folder of its own.
+
+    It sends requests to an `ObjectHost` (`answering.py`), and answers student code that calls the grader's objects.
+    """
 
     isolation: dict[str, str]
-    """How student code is kept apart, and what could not be had."""
+    """The isolation in effect, and the limits that could not be set."""
     modules: list[Handle]
-    """Ours, loaded before any student code."""
+    """Modules of minipaged, loaded before any student code."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -175,17 +177,19 @@ class Sandbox(ABC):
     @property
     @abstractmethod
     def output(self) -> str:
-        """The beginning of what the submission printed."""
+        """The beginning of the submission's printed output."""
 
     @abstractmethod
     def _ask(self, message: dict[str, Any], within: float | None = None) -> Any:
-        """Have it answered, in as many seconds (None: in what is left to a call). Raises what the answer says, and
-        Misbehaviour."""
+        """Send a request and return the answer. Raises the error in the answer, and Misbehaviour.
+
+        `within` is the time limit in seconds; None means the limit of a call.
+        """
 
     def _start(self, message: dict[str, Any]) -> None:
-        """The first message. What `modules` of it names is loaded before any student code."""
+        """Send the first message. Its `modules` are loaded before any student code."""
         self._deadline = time.monotonic() + self._limits.test_seconds
-        started = self._ask({"do": "start", **message}, within=60.0)  # of our own doing: imports
+        started = self._ask({"do": "start", **message}, within=60.0)  # minipaged's own imports take this time
         self.isolation = started["isolation"]
         self.modules = [Handle(self, number, "module") for number in started["modules"]]
         self._deadline = time.monotonic() + self._limits.test_seconds
@@ -197,10 +201,10 @@ class Sandbox(ABC):
         self.close()
 
     def close(self) -> None:
-        """Delete its folder."""
+        """Delete the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    # --- What the grader asks ---------------------------------------------------------------------
+    # --- The grader's requests --------------------------------------------------------------------
 
     def load(self, path: Path, name: str, *, within: float = 20.0) -> LoadedFile:
         """Load a copy of a student's file as module `name`. Raises StudentError and Misbehaviour."""
@@ -216,16 +220,16 @@ class Sandbox(ABC):
         return LoadedFile(Handle(self, loaded["number"], "module"), contents)
 
     def copy(self, path: Path) -> str:
-        """Put a copy of the file into its folder; its name there."""
+        """Copy the file into the sandbox's folder and return its name there."""
         shutil.copy(path, self.folder / path.name)
         return path.name
 
     def batch(
         self, calls: Iterable[tuple[Handle, str, Sequence[Any] | None]], *, seed: int | None = None
     ) -> list[Outcome]:
-        """Make several calls in one message; the outcome of each. No args: look at an attribute.
+        """Make several calls in one message and return their outcomes. With None for arguments, read an attribute.
 
-        `seed`: what the worker's `random` is seeded with before, so that a run can be repeated.
+        `seed` first seeds the worker's `random`, so that a run can be repeated.
         """
         encoded = [
             [
@@ -238,17 +242,20 @@ class Sandbox(ABC):
         return [self._outcome(answer) for answer in self._ask({"do": "calls", "calls": encoded, "seed": seed})]
 
     def seconds(self, target: Handle, members: Sequence[str], calls: Sequence[tuple[str, Any, int | None]]) -> float:
-        """How long the calls take in a row: (member, a number or None, or the call whose result is the argument)."""
+        """Return the seconds that the calls take in a row.
+
+        Each call is (member, argument or None, number of an earlier call whose result is the argument, or None).
+        """
         message = {"do": "time", "target": target.number, "members": list(members), "calls": calls}
         return float(self._ask(message))
 
     def forget(self) -> None:
-        """Drop all objects that were made since the files were loaded."""
+        """Drop all objects made since the files were loaded."""
         self._hosted.clear()
         self._ask({"do": "forget", "from": self._first_object})
 
     def finish(self) -> None:
-        """Ask for the completion message. Raises Misbehaviour unless it comes and everything is in order."""
+        """Request the completion message. Raises Misbehaviour if it reports a fault or does not come."""
         report = self._ask({"do": "finish", "from": self._first_object})
         if not isinstance(report, dict) or "verdict" not in report:
             raise Misbehaviour(Verdict.FORGED_MESSAGE, "the completion message is damaged")
@@ -258,12 +265,12 @@ class Sandbox(ABC):
     # --- Time and questions -----------------------------------------------------------------------
 
     def _end(self, within: float | None) -> float:
-        """When that call has to be over, by `time.monotonic`."""
+        """Return the deadline of a call that starts now, in the time of `time.monotonic`."""
         now = time.monotonic()
         return now + within if within else min(now + self._limits.call_seconds, self._deadline)
 
     def _late(self) -> Misbehaviour:
-        """What to say of a call that is not over in time."""
+        """Return the error for a call that exceeds its time limit."""
         whole = time.monotonic() >= self._deadline
         what, seconds = ("the test", self._limits.test_seconds) if whole else ("a call", self._limits.call_seconds)
         within = f"{seconds:g} second{'s' * (seconds != 1)}"
@@ -271,7 +278,7 @@ class Sandbox(ABC):
 
     @staticmethod
     def _told(answer: dict[str, Any]) -> Any:
-        """What an answer tells, which is no question."""
+        """Return the value of an answer, or raise its error."""
         if "fault" in answer:
             raise Misbehaviour(Verdict.FORBIDDEN, f"the submission {answer['fault']}")
         if "raised" in answer:
@@ -279,9 +286,9 @@ class Sandbox(ABC):
         return answer["ok"]
 
     def carry_out(self, number: int, member: str, args: list[Any] | None) -> dict[str, Any]:
-        """A call that student code makes on an object of ours. Only what was offered can be asked for."""
+        """Make a call of student code on an object of the grader's. Raises Misbehaviour for members not offered."""
         if not (isinstance(number, int) and 0 <= number < len(self._hosted)):
-            raise Misbehaviour(Verdict.FORGED_MESSAGE, "it asks for an object that was never offered")
+            raise Misbehaviour(Verdict.FORGED_MESSAGE, "it requested an object that was never offered")
         target = self._hosted[number]
         methods, properties = _offered(target)
         try:
@@ -290,7 +297,7 @@ class Sandbox(ABC):
             elif member in methods and isinstance(args, list):
                 value = getattr(target, member)(*(wire.decode(item, self._special) for item in args))
             else:
-                raise Misbehaviour(Verdict.FORGED_MESSAGE, f"it asks for {member!r}, which was never offered")
+                raise Misbehaviour(Verdict.FORGED_MESSAGE, f"it requested {member!r}, which was never offered")
         except Exception as error:
             return {"raised": [type(error).__name__, str(error)]}
         return {"ok": self._encode(value)}
@@ -303,7 +310,7 @@ class Sandbox(ABC):
         try:
             return wire.decode(answer["ok"], self._special)
         except Exception as error:
-            raise Misbehaviour(Verdict.FORGED_MESSAGE, f"an answer that is no value: {error}") from None
+            raise Misbehaviour(Verdict.FORGED_MESSAGE, f"an answer is not a valid value: {error}") from None
 
     def _special(self, tag: str, content: Any) -> Any:
         if tag == "$handle":
@@ -321,7 +328,7 @@ class Sandbox(ABC):
         if isinstance(value, Handle):
             return {"$handle": [value.number, value.kind]}
         if not hasattr(type(value), "OFFERED"):
-            raise TypeError(f"{value!r} cannot be sent to a worker: it is neither data nor has it OFFERED members")
+            raise TypeError(f"{value!r} cannot be sent to a worker: it is not data, and its class has no OFFERED")
         number = next((i for i, hosted in enumerate(self._hosted) if hosted is value), len(self._hosted))
         if number == len(self._hosted):
             self._hosted.append(value)
@@ -330,11 +337,11 @@ class Sandbox(ABC):
 
 
 StartSandbox = Callable[[Limits, Sequence[str]], Sandbox]
-"""Makes one, with modules of ours loaded before any student code."""
+"""Starts a sandbox with these limits; the named modules are loaded before any student code."""
 
 
 def _offered(value: Any) -> tuple[list[str], list[str]]:
-    """The members that student code may use, by its class's `OFFERED`: methods, properties."""
+    """Return the methods and the properties that student code may use, from the class's `OFFERED`."""
     offered: Iterable[str] = type(value).OFFERED
     methods: list[str] = []
     properties: list[str] = []

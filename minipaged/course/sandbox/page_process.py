@@ -1,9 +1,9 @@
-"""Grading in a web page: the grader and the student's part in one interpreter, where there are no processes.
+"""The sandbox in a web page: the grader and the student's part share one interpreter, since a page has no processes.
 
-A page's Python (Pyodide) is thrown away with the page, and what is graded there counts for nobody but its reader. So
-nothing is kept apart but what mistakes need: a call that does not return is ended, what is printed is bounded, members
-of other modules that were replaced are found out and put back, and the answers are not to be imported. Calls and their
-values travel as they do between processes (`wire.py`), so that a part that passes here passes there.
+A page's Python (Pyodide) ends with the page, and a grade there concerns its reader alone. Therefore this sandbox only
+protects against mistakes: a call that does not return is ended, printed output is bounded, replaced members of other
+modules are detected and restored, and importing the answers is forbidden. Values are encoded as between processes
+(`wire.py`), so that a part that passes here passes there.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from minipaged.course.sandbox.answering import PRIVATE, Ended, ObjectHost
 from minipaged.course.sandbox.contract import KEPT_OUTPUT, MOST_OUTPUT, Limits, Misbehaviour, Sandbox, Verdict
 
 LINES = 100
-"""Of a student's code, that are run between two looks at the clock."""
+"""The number of lines of student code between two checks of the time limit."""
 
 
 class PageProcess(Sandbox):
-    """What a `WorkerProcess` is, in this interpreter. `alive` is called before each call.
+    """A sandbox like `WorkerProcess`, in this interpreter. `alive` is called before each call.
 
-    A call is ended by an exception in its next line. Python then traces no further, so whoever catches that one
-    (`except:`) goes on; and what has no lines (`sum(iter(int, 1))`) gets none. The page ends those: it hears nothing.
+    A call that takes too long is ended by an exception in its next line. Python then stops tracing, so student code
+    that catches this exception (`except:`) goes on; and a call that runs no lines (`sum(iter(int, 1))`) gets no
+    exception. The page ends these calls, because `alive` is no longer called.
     """
 
     def __init__(
@@ -44,14 +45,14 @@ class PageProcess(Sandbox):
         self._printed = Printed(self)
         self._worker = PageWorker(self)
         self._until = 0.0
-        """When the call has to be over that is being made."""
+        """The deadline of the current call."""
         self._lines = 0
         self._ended: BaseException | None = None
-        """Why the student's code is not to go on."""
+        """The error that stopped the student's code, if any."""
         self._start({"modules": list(modules)})
 
     def copy(self, path: Path) -> str:
-        return str(self.folder / super().copy(path))  # there is no working directory of its own
+        return str(self.folder / super().copy(path))  # a full path, since the working directory is the page's
 
     def close(self) -> None:
         self._worker.leave()
@@ -79,7 +80,7 @@ class PageProcess(Sandbox):
         return self._told(answer)
 
     def end(self, why: BaseException) -> None:
-        """Called while student code runs: this is not to go on."""
+        """Stop student code with an `Ended`; `_ask` then raises `why`. Called while student code runs."""
         self._ended = self._ended or why
         raise Ended
 
@@ -94,7 +95,7 @@ class PageProcess(Sandbox):
 
 
 class Printed(io.TextIOBase):
-    """What student code prints: the beginning of it is kept."""
+    """The output stream of student code. Keeps the beginning, and stops the code if it prints too much."""
 
     def __init__(self, process: PageProcess) -> None:
         self._process = process
@@ -110,7 +111,7 @@ class Printed(io.TextIOBase):
 
 
 class PageWorker(ObjectHost):
-    """Answers without a channel, and limits nothing: the page has other things to run."""
+    """The student's end of a `PageProcess`. It has no channel, and sets no limits on the page's interpreter."""
 
     def __init__(self, process: PageProcess) -> None:
         super().__init__()
@@ -121,7 +122,7 @@ class PageWorker(ObjectHost):
         self._loaded: list[str] = []
 
     def leave(self) -> None:
-        """Put back what student code has replaced, and drop what it has loaded."""
+        """Restore the members that student code replaced, and drop the modules that it loaded."""
         for name, owner, key in list(self._changes()):
             before = self._snapshot[name][1]
             if key in before:
@@ -143,7 +144,7 @@ class PageWorker(ObjectHost):
             return
         try:
             self._replies.append(self._travelled(self._process.carry_out(*message["ask"])))
-        except BaseException as error:  # the grader's own: not for student code to catch
+        except BaseException as error:  # the grader's own error, which student code must not catch
             self._process.end(error)
 
     def _read(self) -> dict[str, Any] | None:
@@ -151,7 +152,7 @@ class PageWorker(ObjectHost):
 
     @staticmethod
     def _travelled(message: dict[str, Any]) -> dict[str, Any]:
-        """As it comes out of a channel: nothing in it is shared."""
+        """Return the message as a channel would deliver it: a copy that shares no objects."""
         came: dict[str, Any] = json.loads(wire.line(message))
         return came
 
@@ -168,7 +169,7 @@ class PageWorker(ObjectHost):
     def _import(
         self, name: str, names: Any = None, locals: Any = None, fromlist: Sequence[str] = (), level: int = 0
     ) -> ModuleType:
-        """What an import statement of the student's does."""
+        """Import for the student's import statements; private modules of minipaged are noted as faults."""
         for module in (name, *(f"{name}.{part}" for part in fromlist or ())):
             if f"{module.replace('.', '/')}/".startswith(tuple(f"minipaged/{private}/" for private in PRIVATE)):
                 self._faults.append(f"read {module}, which belongs to the grader or holds the answer")

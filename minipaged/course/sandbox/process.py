@@ -1,4 +1,4 @@
-"""The grader's end of a worker process: start it, call into it, and never wait for it longer than agreed.
+"""The grader's end of a worker process: starts it, makes calls in it, and never waits longer than the time limit.
 
     with WorkerProcess(limits, modules=()) as process:
         part = process.load(Path("my_allocator.py"), "submission")
@@ -6,8 +6,8 @@
         block = allocator.call("allocate")              # an int; or raises OutOfBlocks, or StudentError
         process.finish()                                # the completion message; raises Misbehaviour
 
-What may come back, and how a submission may misbehave, is in `contract.py`. Whoever needs many workers begins with
-`WorkerPool`: each is then a copy of a process that has imported the modules before.
+`contract.py` describes the outcomes and the ways in which a submission can misbehave. `WorkerPool` starts many workers
+fast: each is a fork of a process that has already imported the modules.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ WORKER = "minipaged.course.sandbox.worker"
 
 
 class WorkerProcess(Sandbox):
-    """One worker, in a working directory of its own that is deleted with it."""
+    """One worker process. Its working directory is its own, and is deleted when it is closed."""
 
     def __init__(self, limits: Limits, modules: Sequence[str] = (), *, origin: Origin | None = None) -> None:
-        """`origin`: what it is to be a copy of, with the same modules; None: a program of its own."""
+        """Start the worker as a fork of `origin`, which has the same modules; without one, as a new program."""
         super().__init__(limits)
         self._unread = b""
         self._printed = bytearray()
@@ -72,10 +72,10 @@ class WorkerProcess(Sandbox):
             raise
 
     def close(self) -> None:
-        """Kill the worker and all of its process group; delete its working directory."""
+        """Kill the worker and its process group, and delete its working directory."""
         self._stop()
         self._channel.close()
-        self._reader.join(timeout=2)  # somebody who left the group may hold the other end
+        self._reader.join(timeout=2)  # a process that left the group may hold the other end
         super().close()
 
     def finish(self) -> None:
@@ -85,7 +85,7 @@ class WorkerProcess(Sandbox):
 
     @property
     def output(self) -> str:
-        """The beginning of what the worker printed."""
+        """The beginning of the worker's printed output."""
         return self._printed.decode(errors="replace")
 
     # --- The channel ------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ class WorkerProcess(Sandbox):
                 )
             if "ask" not in answer:
                 return self._told(answer)
-            if time.monotonic() > until:  # each question may be quick, and the questions endless
+            if time.monotonic() > until:  # each question is quick, but there may be no end of them
                 self._timed_out()
             self._send(self.carry_out(*answer["ask"]), until)
 
@@ -130,14 +130,14 @@ class WorkerProcess(Sandbox):
             pieces.append(received)
             size += len(received)
             if size > wire.LARGEST_ANSWER:
-                raise Misbehaviour(Verdict.FORGED_MESSAGE, "an answer of more than 256 MB")
+                raise Misbehaviour(Verdict.FORGED_MESSAGE, "an answer has more than 256 MB")
         line, _, self._unread = b"".join(pieces).partition(b"\n")
         try:
             answer = json.loads(line)
         except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
-            raise Misbehaviour(Verdict.FORGED_MESSAGE, "the submission wrote to the grader's channel: no valid message")
+            raise Misbehaviour(Verdict.FORGED_MESSAGE, "the submission wrote to the grader's channel: invalid message")
         return answer
 
     def _timed_out(self) -> NoReturn:
@@ -145,7 +145,7 @@ class WorkerProcess(Sandbox):
         raise self._late()
 
     def _lost(self) -> None:
-        """The worker hung up: say why, as far as that can be known."""
+        """Raise Misbehaviour because the worker closed the channel, with the reason as far as it is known."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=1)
         status = self._process.poll()
@@ -160,7 +160,7 @@ class WorkerProcess(Sandbox):
             raise Misbehaviour(Verdict.OUT_OF_MEMORY, f"it used more than {self._limits.memory_bytes >> 20} MB")
         how = f"by signal {-status}" if status is not None and status < 0 else f"with exit status {status}"
         raise Misbehaviour(
-            Verdict.ENDED, f"its process ended {how} in the middle of a test; an exit status proves nothing here"
+            Verdict.ENDED, f"its process ended {how} in the middle of a test; a test does not pass by an exit status"
         )
 
     def _stop(self) -> None:
@@ -170,12 +170,12 @@ class WorkerProcess(Sandbox):
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        if self._process.returncode is None:  # its number is still its own
+        if self._process.returncode is None:  # its process number is not reused yet
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self._process.pid, signal.SIGKILL)
 
     def _drain(self) -> None:
-        """Keep the beginning of what the worker prints; stop it when that is too much."""
+        """Keep the beginning of the worker's output, and kill the worker if it prints too much."""
         with self._output as stream:
             while piece := os.read(stream.fileno(), 1 << 16):
                 self._num_printed += len(piece)
@@ -184,13 +184,13 @@ class WorkerProcess(Sandbox):
                     self._kill()
 
 
-# --- Where workers come from ----------------------------------------------------------------------
+# --- Starting workers -----------------------------------------------------------------------------
 
 
 def _start_program(
     function: str, channel: socket.socket, folder: Path, environment: dict[str, str], output: int, *arguments: str
 ) -> subprocess.Popen[bytes]:
-    """A process that runs this function of `worker.py`."""
+    """Start a process that runs this function of `worker.py`."""
     root = str(Path(minipaged.__file__).parent.parent)
     command = f"import sys; sys.path.insert(0, sys.argv[2]); from {WORKER} import {function}; {function}()"
     return subprocess.Popen(
@@ -207,9 +207,9 @@ def _start_program(
 
 
 class WorkerPool:
-    """Starts workers that are copies: for each list of modules one process imports them, and forks.
+    """Starts workers by forking: for each list of modules, one process imports them and forks the workers.
 
-    On Linux alone: elsewhere libraries may not survive that, and each worker is a program of its own.
+    This works on Linux only. On other systems libraries may not survive a fork, and each worker is a new program.
     """
 
     def __init__(self) -> None:
@@ -223,7 +223,7 @@ class WorkerPool:
         self.close()
 
     def start(self, limits: Limits, modules: Sequence[str]) -> WorkerProcess:
-        """A worker. Its limits are its own."""
+        """Start a worker with these limits."""
         if sys.platform != "linux":
             return WorkerProcess(limits, modules)
         kind = (tuple(modules), limits.gpu)
@@ -237,22 +237,22 @@ class WorkerPool:
         return WorkerProcess(limits, modules, origin=origin)
 
     def close(self) -> None:
-        """The workers must have been closed."""
+        """End the processes that fork workers. The workers must have been closed."""
         for origin in self._origins.values():
             origin.close()
         self._origins.clear()
 
 
 ORIGIN_SECONDS = 300.0
-"""How long the imports of a part's modules may take, on a busy machine."""
+"""The time limit for importing a part's modules, enough for a busy machine."""
 
 
 class Origin:
-    """A process that has imported the modules, and of which workers are copies. It runs no student code."""
+    """A process that has imported the modules, and forks workers. It never runs student code."""
 
     def __init__(self, modules: tuple[str, ...], gpu: bool) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="minipaged-origin-")
-        # Each message comes as one, with the file descriptors that belong to it.
+        # SOCK_SEQPACKET keeps each message whole, with its file descriptors.
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = _clean_environment(Path(self._folder.name), gpu)
         self._process = _start_program(
@@ -263,14 +263,14 @@ class Origin:
         self._lock = threading.Lock()
 
     def copy(self, folder: Path, environment: dict[str, str], channel: int, output: int) -> Copy:
-        """Fork: a worker with this channel to the grader, which prints there. Raises Misbehaviour."""
+        """Fork a worker with this channel to the grader and this file for its output. Raises Misbehaviour."""
         number = self.ask({"folder": str(folder), "environment": environment}, channel, output)
         if number is None:
-            raise Misbehaviour(Verdict.ENDED, "its process ended before it had begun; is there memory left?")
+            raise Misbehaviour(Verdict.ENDED, "its process could not be started; is there memory left?")
         return Copy(self, number)
 
     def ask(self, request: dict[str, Any], *descriptors: int) -> int | None:
-        """Its answer; None where it has none, or is not there any more."""
+        """Send a request and return the answer; None if there is none or the process has ended."""
         with self._lock:
             try:
                 socket.send_fds(self._requests, [json.dumps(request).encode()], descriptors)
@@ -278,7 +278,7 @@ class Origin:
             except OSError:  # it does not answer, or was closed
                 self._end()
                 return None
-            except BaseException:  # the answer must not be taken for the next one
+            except BaseException:  # the answer must not be mistaken for a later one
                 self._end()
                 raise
         number: int | None = json.loads(answer) if answer else None
@@ -288,7 +288,7 @@ class Origin:
         return self._process.poll() is not None
 
     def close(self) -> None:
-        """End it; a copy that still runs ends with it."""
+        """End the process, and the workers that it forked."""
         self._end()
         self._folder.cleanup()
 
@@ -299,18 +299,18 @@ class Origin:
 
 
 class Copy:
-    """A worker that was forked, as `subprocess.Popen` would have it: its parent waits for it."""
+    """A forked worker with the interface of `subprocess.Popen`. Its parent, the origin, waits for it."""
 
     def __init__(self, origin: Origin, pid: int) -> None:
         self._origin, self.pid = origin, pid
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit status, negative for a signal; None while it runs."""
+        """Return the exit status, negative for a signal; None while it runs."""
         return self._wait(block=False)
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Waits for its end and returns its exit status. Raises subprocess.TimeoutExpired."""
+        """Wait for the end and return the exit status. Raises subprocess.TimeoutExpired."""
         if timeout is None:
             return self._wait(block=True)
         until = time.monotonic() + timeout
@@ -327,7 +327,7 @@ class Copy:
 
 
 def _clean_environment(folder: Path, gpu: bool) -> dict[str, str]:
-    """Nothing of the grader's own environment but where programs are, and the GPU; the same hashes every time."""
+    """Return a worker's environment: from the grader's, only PATH and the GPU's variables; and a fixed hash seed."""
     kept = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "LD_LIBRARY_PATH")
     triton = {name: os.environ[name] for name in kept if name in os.environ} if gpu else {"TRITON_INTERPRET": "1"}
     return {

@@ -1,12 +1,12 @@
-"""What travels between the grader and the worker that runs a student's code: one line of JSON a message.
+"""The message format between the grader and the worker that runs a student's code: one line of JSON per message.
 
-Nothing that comes back may run in the grader, so there is no pickling: numbers, texts, lists, arrays, and the plain
-dataclasses of the contracts. Whatever else the student's code returns stays in the worker, and a *handle* to it
-travels: the grader can call it, hand it back, and never looks inside. The other way round, an object of the grader's
-(an allocator that a student's block table is to use, say) stays in the grader, and the worker gets a *stub* that asks
-for every call.
+An answer must not run code in the grader, so nothing is pickled. Numbers, texts, lists, arrays, and the plain
+dataclasses of the contracts travel by value. Any other object that student code returns stays in the worker, and a
+*handle* to it travels: the grader can call it and pass it back, and never looks inside. Likewise an object of the
+grader's (such as an allocator for a student's block table) stays in the grader, and the worker gets a *stub* that sends
+every call to the grader.
 
-In JSON, a dict with one key that begins with "$" is one of these; `encode` and `decode` know all but the last two:
+In JSON, a dict with one key that begins with "$" is one of these. `encode` and `decode` handle all but the last three:
 
     {"$tuple": [...]}  {"$dict": [[key, value], ...]}  {"$array": [dtype, shape, base64]}
     {"$data": [module, class, {field: value}]}         {"$result": n}: what call n of the same message returned
@@ -27,19 +27,19 @@ from typing import Any
 from minipaged.errors import BadLogits, BlockNotAllocated, InvalidRequest, OutOfBlocks
 
 DATA_MODULES = ("minipaged.contracts", "minipaged.params", "minipaged.events", "minipaged.scheduling")
-"""Dataclasses of these travel by value."""
+"""Modules whose dataclasses travel by value."""
 ERRORS: dict[str, type[Exception]] = {
     error.__name__: error for error in (OutOfBlocks, BlockNotAllocated, InvalidRequest, BadLogits, ValueError)
 }
-"""Errors that contracts name: the same on both sides. Any other travels as its name and message."""
+"""Errors that the contracts name; they have the same type on both sides. Others travel as a name and a message."""
 LARGEST_INT = 1024
-"""Bits of an integer that travels; Python refuses to write those of many thousands."""
+"""The most bits of an integer that travels; Python refuses to write integers of many thousands of digits."""
 LARGEST_ANSWER = 256 << 20
-"""Bytes of one message from the worker: more is no answer but an attack, or a mistake as bad."""
+"""The most bytes of a message from the worker. A longer one is an attack, or a serious mistake."""
 
 
 def encode(value: Any, other: Callable[[Any], Any]) -> Any:
-    """`value` as JSON can have it; `other` says what to send for an object that does not travel by value."""
+    """Return `value` in a form that JSON can hold. `other` encodes an object that does not travel by value."""
     kind = type(value)
     if value is None or kind in (bool, float, str) or (kind is int and value.bit_length() <= LARGEST_INT):
         return value
@@ -49,7 +49,7 @@ def encode(value: Any, other: Callable[[Any], Any]) -> Any:
         return {"$tuple": [encode(item, other) for item in value]}
     if kind is dict:
         return {"$dict": [[encode(key, other), encode(item, other)] for key, item in value.items()]}
-    numpy = sys.modules.get("numpy")  # where nobody has imported it, nothing is an array
+    numpy = sys.modules.get("numpy")  # if it was never imported, no value is an array
     if numpy and isinstance(value, numpy.generic):
         return value.item()
     if numpy and kind is numpy.ndarray and value.dtype.kind in "biuf":
@@ -62,7 +62,7 @@ def encode(value: Any, other: Callable[[Any], Any]) -> Any:
 
 
 def decode(value: Any, special: Callable[[str, Any], Any]) -> Any:
-    """The value that `encode` made JSON of; `special(tag, content)` gives what stands for an object."""
+    """Return the value that `encode` encoded. `special(tag, content)` decodes handles, results and stubs."""
     if isinstance(value, list):
         return [decode(item, special) for item in value]
     if not isinstance(value, dict):
@@ -90,5 +90,5 @@ def decode(value: Any, special: Callable[[str, Any], Any]) -> Any:
 
 
 def line(message: dict[str, Any]) -> bytes:
-    """The message as it is sent."""
+    """Return the message as the bytes that are sent."""
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"

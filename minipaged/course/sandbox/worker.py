@@ -1,16 +1,14 @@
-"""The worker: a process of its own in which a student's code runs. It answers calls (`answering.py`), and decides
-nothing.
+"""The worker: the process in which a student's code runs. It only answers the grader's calls (`answering.py`).
 
-A worker is either a program (`main`), or a copy that another process makes of itself (`fork_workers`). That process
-imports what the parts of an assignment need, once, and never runs student code. A copy starts in a hundredth of a
-second, whatever was imported.
+A worker is either a new program (`main`), or a fork of another process (`fork_workers`). That process imports the
+assignment's modules once, and never runs student code. A fork starts in a hundredth of a second, whatever was imported.
 
-Before the student's file is loaded, the worker limits itself (memory, CPU time, files, processes), leaves the network
-behind where Linux lets it, and sets a hook that notes what a part has no business doing: reading files other than
-Python's own and its own, writing outside its working directory, starting processes, using the network.
+Before it loads the student's file, the worker limits itself (memory, CPU time, files, processes), gives up the network
+if Linux allows that, and sets an audit hook that refuses and notes forbidden actions: reading files other than Python's
+and its own, writing outside its working directory, starting processes, using the network.
 
-This keeps mistakes and simple tricks out of the grades. **It is no sandbox**: whoever is determined to break out of a
-Python process will. For submissions that nobody trusts, run the whole grader in a container or a virtual machine.
+This keeps mistakes and simple tricks out of the grades. **It is not a secure sandbox**: a determined attacker can break
+out of a Python process. For submissions that you do not trust, run the whole grader in a container or virtual machine.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ PROCESS_EVENTS = {
     **dict.fromkeys(("os.kill", "os.killpg"), "sent a signal to a process"),
     **dict.fromkeys(("ctypes.dlopen", "ctypes.dlsym"), "called functions of C"),
 }
-"""Let pass where processes may be started: a compiler's, and libraries made by it."""
+"""Audit events that are allowed if processes may be started: a compiler's, and those of the libraries it makes."""
 FORBIDDEN_EVENTS = {
     **dict.fromkeys(
         ("socket.connect", "socket.bind", "socket.sendto", "socket.getaddrinfo", "socket.gethostbyname"),
@@ -94,7 +92,7 @@ READABLE_PROC = ("/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/proc/self/sta
 
 
 class ChannelWorker(ObjectHost):
-    """Answers on one channel to the grader."""
+    """The student's end of a `WorkerProcess`, which answers over a socket."""
 
     def __init__(self, channel: socket.socket) -> None:
         super().__init__()
@@ -102,7 +100,7 @@ class ChannelWorker(ObjectHost):
         self._unread = b""
 
     def serve(self) -> None:
-        """Answer until the grader hangs up."""
+        """Answer requests until the grader closes the channel."""
         while request := self._read():
             self._answer(request)
 
@@ -120,10 +118,10 @@ class ChannelWorker(ObjectHost):
         self._channel.sendall(self._line(message))
 
     def _do_start(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Limit this process. What the parts of the assignment need is imported first, while everything may be read."""
+        """Import the assignment's modules, while all files may still be read; then limit this process."""
         self._begin(request["modules"])
         isolation = limit(request["limits"])
-        # Tracebacks show their lines, and Hypothesis looks through all that is loaded: the packages they are in, too.
+        # Tracebacks read the source of these modules, and Hypothesis reads all loaded ones, so their packages too.
         names = {name.rsplit(".", n)[0] for name in request["modules"] for n in range(name.count(".") + 1)}
         ours = [os.path.realpath(str(sys.modules[name].__file__)) for name in names]
         sys.addaudithook(make_hook(self._faults.append, request["processes_allowed"], ours))
@@ -134,7 +132,7 @@ class ChannelWorker(ObjectHost):
 
 
 def limit(limits: dict[str, int]) -> dict[str, str]:
-    """Limit this process, for good; returns what could and what could not be had."""
+    """Limit this process for good. Returns the isolation in effect, and the limits that could not be set."""
     libc = ctypes.CDLL(None, use_errno=True)
     isolation = {"network": "open: only Linux can close it"}
     if sys.platform == "linux":
@@ -155,24 +153,24 @@ def limit(limits: dict[str, int]) -> dict[str, str]:
     for kind, value in wanted.items():
         try:
             resource.setrlimit(kind, (value, value))
-        except (OSError, ValueError) as error:  # macOS knows no limit of address space
+        except (OSError, ValueError) as error:  # macOS has no limit of address space
             isolation[f"limit {kind}"] = f"not set: {error}"
     return isolation
 
 
 def mapped_bytes() -> int:
-    """Address space that is taken already: of torch's libraries alone, close to a gigabyte."""
+    """Return the address space in use, in bytes. torch's libraries alone take close to a gigabyte."""
     try:
         with open("/proc/self/statm") as pages:
             return int(pages.read().split()[0]) * resource.getpagesize()
-    except OSError:  # Linux alone tells
+    except OSError:  # only Linux has this file
         return 0
 
 
 def make_hook(
     note: Callable[[str], None], processes_allowed: bool, ours: Sequence[str]
 ) -> Callable[[str, tuple[Any, ...]], None]:
-    """An audit hook that refuses, and notes, what a part has no business doing. Nothing can take it away again."""
+    """Return an audit hook that refuses and notes forbidden actions. An audit hook cannot be removed."""
     realpath, fspath, here = os.path.realpath, os.fsdecode, os.path.realpath(os.getcwd())
     package = os.path.dirname(os.path.realpath(contracts.__file__))
     root = os.path.dirname(package)
@@ -195,7 +193,7 @@ def make_hook(
         if event in forbidden:
             refuse(forbidden[event])
         if event == "os.chdir" and not (isinstance(args[0], path_types) and realpath(fspath(args[0])) == here):
-            refuse("left its working directory")  # to change to where it is already is what pytest does
+            refuse("left its working directory")  # pytest changes to the current directory
         if event not in PATH_EVENTS:
             return
         changes = PATH_EVENTS[event] == "change"
@@ -211,7 +209,7 @@ def make_hook(
                 continue
             if changes:
                 refuse(f"wrote to {path}, outside its working directory")
-            if event == "open" and is_folder(path):  # what is opened relative to it, this hook would not know
+            if event == "open" and is_folder(path):  # this hook does not see what is opened relative to it
                 refuse(f"opened the folder {path}, outside its working directory")
             if path in allowed_files or path in (package, root):  # where imports look
                 continue
@@ -227,10 +225,10 @@ def make_hook(
 
 
 def main() -> None:
-    """A worker's whole life. The channel is the file descriptor that the grader names."""
+    """The main function of a worker. The channel is the file descriptor in the first argument."""
     channel = socket.socket(fileno=int(sys.argv[1]))
     worker = ChannelWorker(channel)
-    # However student code ends: no exit handlers of its own, no waiting for its threads.
+    # However student code ends, its exit handlers do not run, and nothing waits for its threads.
     try:
         worker.serve()
     finally:
@@ -238,13 +236,16 @@ def main() -> None:
 
 
 def fork_workers() -> None:
-    """The whole life of a process that workers are copies of. The grader asks it for one by `{"folder", "environment"}`
-    (with the ends of the worker's channel and of its output), and how one ended by `{"wait", "block"}`."""
+    """The main function of an `Origin`, which forks workers.
+
+    The request `{"folder", "environment"}`, with the file descriptors of a channel and an output, forks a worker; the
+    answer is its process number. The request `{"wait", "block"}` gets a worker's exit status.
+    """
     requests = socket.socket(fileno=int(sys.argv[1]))
     for name in sys.argv[3:]:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # a copy that collected garbage would have to write to each object
+    gc.freeze()  # otherwise a garbage collection in a fork writes to every object, and so copies its memory
     while True:
         message, descriptors, _, _ = socket.recv_fds(requests, 1 << 16, 2)
         if not message:
@@ -259,19 +260,18 @@ def fork_workers() -> None:
             for descriptor in descriptors:
                 os.close(descriptor)
             if answer is not None:
-                continue  # the copy has answered
+                continue  # the fork itself has answered
         requests.send(json.dumps(answer).encode())
 
 
 def _fork(requests: socket.socket, folder: str, environment: dict[str, str], channel: int, output: int) -> int | None:
-    """Make a copy, which answers the grader with its number and goes on as a worker. None where the system has no room
-    for one."""
+    """Fork a worker, which sends its process number to the grader and runs. Returns None if the system cannot fork."""
     try:
         pid = os.fork()
     except OSError:
         return None
     if pid == 0:
-        os.setsid()  # it is killed with all that it starts, and cannot leave
+        os.setsid()  # a process group that it cannot leave, so that killing the group kills all its processes
         requests.send(json.dumps(os.getpid()).encode())
         requests.close()
         become_worker(folder, environment, channel, output)
@@ -279,10 +279,10 @@ def _fork(requests: socket.socket, folder: str, environment: dict[str, str], cha
 
 
 def become_worker(folder: str, environment: dict[str, str], channel: int, output: int) -> None:
-    """This copy gets what a program of its own is started with, and goes on as one."""
+    """Give this fork the settings of a new program (directory, environment, output), and run `main`."""
     os.chdir(folder)
     os.environ.update(environment)
-    tempfile.tempdir = None  # it may have been looked up already
+    tempfile.tempdir = None  # the imports may have looked it up already
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)

@@ -1,1 +1,1 @@
-"""Assignment 5: which beams go on, which have finished, when the search is over."""
+"""Assignment 5: the beams that continue, the beams that have finished, and the end of the search."""

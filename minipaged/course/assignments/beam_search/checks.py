@@ -1,9 +1,9 @@
-"""Assignment 5, `beam-search`: which beams go on, which have finished, when the search is over (paper, section 4.4).
+"""Assignment 5, `beam-search`: the beams that continue, those that have finished, the end (paper, section 4.4).
 
-The properties are small searches that Hypothesis makes up: a table of logits for each step, given to the student's
-search and to the reference's. Each test has a rule of its own. Then the real engine serves random workloads with the
-student's search, on a model that checks every read: survivors fork block tables, their next tokens copy blocks, and
-the beams left behind give theirs back. Then SmolLM2 has to come to the same beams as with the reference's.
+The properties are small random searches: the student's search and the reference's get the same table of logits for each
+step. Each test checks another rule. Then the real engine serves random workloads with the student's search, on a model
+that checks every read: survivors fork block tables, their next tokens copy blocks, and dropped beams free theirs. Then
+SmolLM2 has to find the same beams as with the reference's search.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from minipaged.testing.content_runner import numpy_model
 
 ENGINE_WORKLOADS = 12
 UNREACHED = 50
-"""A maximum of generated tokens that no made-up search comes to."""
+"""A maximum of generated tokens that no random search reaches."""
 LEVELS = 20
-"""Logits are 0, 1/4, 2/4, ... up to this many quarters: short to write down, and no rounding in them."""
+"""The largest logit in quarters. Logits are 0, 1/4, 2/4, ...: short in scripts, and exact in floating point."""
 
 
-# --- Made-up searches -----------------------------------------------------------------------------
+# --- Random searches ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """The settings of one search, and the logits of each step: a row for each beam that there can be."""
+    """The settings of one search, and the logits of each step: one row for each possible beam."""
 
     settings: BeamSettings
     tables: tuple[np.ndarray, ...]
     turned: bool = False
-    """Whether the rows come in another order than the beams, after a row that is no beam's."""
+    """Whether the rows are in another order than the beams, after a row that belongs to no beam."""
 
     def step_inputs(self, number: int, num_beams: int) -> tuple[np.ndarray, list[int]]:
-        """The logits of one step, and which row is whose."""
+        """Return the logits of one step, and each beam's row."""
         logits = self.tables[number][:num_beams]
         if not self.turned:
             return logits, list(range(num_beams))
@@ -70,14 +70,15 @@ def scenarios(
     ties: Sequence[bool] = (False,),
     turned: bool = False,
 ) -> Scenario:
-    """`most_tokens`: the range of the maximum length, less the prompt; sequences: what is drawn from."""
+    """Draw a search. `most_tokens` is the range of the maximum length without the prompt; the arguments that are
+    sequences have the values to choose from."""
     width = draw(st.integers(1, widest))
     vocab = draw(st.integers(2 + bool(num_eos), 5))
     most = draw(st.integers(*most_tokens))
     prompt_length = draw(st.integers(1, 3))
     params = BeamSearchParams(
         beam_width=width,
-        max_tokens=most + draw(st.sampled_from([0, 0, 3])),  # max_length may come earlier
+        max_tokens=most + draw(st.sampled_from([0, 0, 3])),  # the search may reach max_length earlier
         length_penalty=draw(st.sampled_from(length_penalties)),
         early_stopping=draw(st.sampled_from(early_stopping)),
         ignore_eos=may_ignore_eos and draw(st.booleans()),
@@ -93,9 +94,9 @@ def scenarios(
 
 
 def follow(session: BeamSession, scenario: Scenario, look: Look, *, to_the_end: bool) -> None:
-    """Step through the tables, as long as the steps are clear.
+    """Step through the tables while the right decisions are clear.
 
-    Unless `to_the_end`, only until the search may be over: who goes on then is another test's business.
+    Without `to_the_end`, stop when the search may be over; another test checks the survivors of that step.
     """
     sums, finished = [0.0], 0
     for number in range(len(scenario.tables)):
@@ -111,12 +112,12 @@ def follow(session: BeamSession, scenario: Scenario, look: Look, *, to_the_end: 
 
 
 def rounded_sums(step: BeamStep) -> list[float]:
-    """The sums that the next step is given: short to write down."""
+    """Return the rounded sums for the next step, which are short in scripts."""
     return [round(move.cumulative_logprob, 2) for move in step.survivors]
 
 
 def property_of(look: Look = ALL, *, to_the_end: bool = False, **kinds: Any) -> Callable[[Bench], None]:
-    """A check that follows such searches."""
+    """Return a check that follows such searches."""
 
     def run(bench: Bench, scenario: Scenario) -> None:
         follow(BeamSession(bench, scenario.settings), scenario, look, to_the_end=to_the_end)
@@ -125,7 +126,7 @@ def property_of(look: Look = ALL, *, to_the_end: bool = False, **kinds: Any) -> 
 
 
 def each_of(*checks: Callable[[Bench], None]) -> Callable[[Bench], None]:
-    """Several searches for one test: what is rare in the one is common in the other."""
+    """Return a check that runs several checks. Cases that are rare in one are common in another."""
 
     def check(bench: Bench) -> None:
         for one in checks:
@@ -134,18 +135,18 @@ def each_of(*checks: Callable[[Bench], None]) -> Callable[[Bench], None]:
     return check
 
 
-# --- Logits that are no numbers, copies -----------------------------------------------------------
+# --- Bad logits, copies ---------------------------------------------------------------------------
 
 BAD = (
     (np.nan, 1, "a beam's row holds NaN"),
     (np.inf, 1, "a beam's row holds plus infinity"),
     (-np.inf, None, "a beam's row holds nothing but minus infinity"),
 )
-"""What is put into a row, into how many places (None: all), and why that is refused."""
+"""Bad rows: the value put into a row, the number of places (None: all), and why the row is refused."""
 
 
 def check_bad_logits(bench: Bench) -> None:
-    """Rows from which nothing can be chosen; tokens that the model rules out; and rows that are no beam's."""
+    """Check rows from which no token can be chosen, tokens that the model rules out, and rows without a beam."""
     places = st.tuples(st.integers(0, 2), st.integers(0, 4))
 
     def refused(drawn: tuple[Scenario, tuple[Any, int | None, str], tuple[int, int]]) -> None:
@@ -175,7 +176,10 @@ def check_bad_logits(bench: Bench) -> None:
 
 
 def check_copies(bench: Bench) -> None:
-    """The engine steps a deep copy, and throws it away when something goes wrong; and it runs many searches at once."""
+    """Check that deep copies and several searches are independent.
+
+    The engine steps a deep copy, discards it after an error, and runs many searches at the same time.
+    """
 
     def run(drawn: tuple[Scenario, Scenario]) -> None:
         one, two = drawn
@@ -189,7 +193,7 @@ def check_copies(bench: Bench) -> None:
 
         for number in range(len(one.tables)):
             if sums:
-                step(session.copied("thrown_away"), one, number - 1, sums)  # on other logits
+                step(session.copied("thrown_away"), one, number - 1, sums)  # a step with other logits
             other_sums = other_sums and step(other, two, number, other_sums)
             sums = sums and step(session, one, number, sums)
 
@@ -201,7 +205,7 @@ def check_copies(bench: Bench) -> None:
 
 
 def remote_search(bench: Bench) -> type[contracts.BeamSearch]:
-    """The student's search as the engine uses it: every step is made in the worker, and compared."""
+    """Return the class of the student's search for an engine. Every step runs in the worker, and is compared."""
 
     class RemoteBeamSearch(contracts.BeamSearch):
         def __init__(
@@ -221,26 +225,26 @@ def remote_search(bench: Bench) -> type[contracts.BeamSearch]:
 
 
 def check_engine(bench: Bench) -> None:
-    """Forks, copy-on-write, beams left behind, preemption in the midst of a search: blocks are conserved."""
+    """Check that blocks are conserved with forks, copy-on-write, dropped beams, and preemption during a search."""
     workloads = islice(workloads_with_beams(bench.seed), ENGINE_WORKLOADS)
     check_workloads(bench, workloads, lambda: Parts({"beam_search": remote_search(bench)}), model=numpy_model())
 
 
 def check_model(bench: Bench) -> None:
-    """Beam search on SmolLM2, some of it preempted: the same beams as with the reference's search."""
+    """Check that SmolLM2 finds the same beams as with the reference's search, some of them preempted."""
     check_texts(bench, lambda: Parts({"beam_search": remote_search(bench)}))
 
 
 # --- Speed ----------------------------------------------------------------------------------------
 
 TIMED_WIDTH, TIMED_VOCABULARY, TIMED_STEPS = 4, 4096, 8
-"""So few steps that loops in Python, hundreds of times slower, are measured and not ended."""
+"""The sizes of the timed search. It has few steps, so that Python loops, hundreds of times slower, finish in time."""
 ROUNDS = 5
-"""Measurements of speed, of which the fastest counts."""
+"""The number of speed measurements; the fastest one counts."""
 
 
 def measure(bench: Bench) -> Performance:
-    """Steps a second of one search, in turns with the reference's."""
+    """Measure the steps per second of one search, in turns with the reference's."""
     params = BeamSearchParams(beam_width=TIMED_WIDTH, max_tokens=TIMED_STEPS)
     shape = (TIMED_WIDTH, TIMED_VOCABULARY)
     logits = np.random.default_rng(bench.seed).standard_normal(shape).astype(np.float32)
@@ -257,7 +261,7 @@ def measure(bench: Bench) -> Performance:
 
 PENALTIES = (-1.0, 0.0, 0.5, 1.0, 2.0)
 ENDINGS: dict[str, Any] = {"steps": 5, "most_tokens": (2, 8), "num_eos": 2, "eos_bonus": (0.0, 1.0, 2.5)}
-"""Searches in which many sequences finish."""
+"""Arguments for searches in which many sequences finish."""
 
 CHECKS: dict[str, Check] = {
     "the first step": property_of(steps=1),
@@ -301,7 +305,7 @@ ASSIGNMENT = described(
     CHECKS,
     part="BeamSearch",
     members=("step",),
-    # Sampling is for parts that rank as the reference does.
+    # The sampling module is for parts that rank candidates with it, as the reference does.
     modules=("copy", "numpy", "minipaged.reference.sampling", "minipaged.course.assignments.beam_search.worker"),
     measure=measure,
 )

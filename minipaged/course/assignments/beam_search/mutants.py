@@ -1,4 +1,4 @@
-"""Beam searches: the reference's, a right one of another kind, and wrong ones for each rule."""
+"""Beam searches: the reference's, a right one written differently, and wrong ones for each rule."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from minipaged.course.grader.mutants import seeded, source_of
 REFERENCE = source_of("reference/beam_search")
 
 PLAIN = '''
-"""Plain Python in float64: every candidate there is, a heap, no class of ours. Finished ones come worst first."""
+"""Plain Python in float64: all candidates, a heap, none of our classes. Finished sequences come worst first."""
 import heapq
 import math
 from collections import namedtuple
@@ -22,7 +22,7 @@ class BeamSearch:
     def __init__(self, params, prompt_length, max_length, eos_token_ids):
         self.p, self.left, self.done = params, max_length - prompt_length, 0
         self.ends = set() if params.ignore_eos else set(eos_token_ids)
-        self.heap = []  # of the scores kept, the worst first
+        self.heap = []  # the scores kept, the worst first
 
     def step(self, logits, rows, sums):
         everything = []
@@ -81,36 +81,80 @@ KEPT = "return [ended[index - known] for index in sorted(ranking) if index >= kn
 
 BUGS = {
     "logits taken for log-probabilities": (FIRST, SUM, "sums[:, None] + logits[list(rows)]"),
-    "the likeliest comes last": (FIRST, SURVIVORS, f"{SURVIVORS}[::-1]"),
+    "the likeliest comes last: survivors are ordered from worst to best": (FIRST, SURVIVORS, f"{SURVIVORS}[::-1]"),
     "one survivor too few": (FIRST, SURVIVORS, SURVIVORS.replace(":width", ":max(1, width - 1)")),
-    "the sums so far are forgotten": (TOGETHER, SUM, "0 * sums[:, None] + log_softmax(logits, rows)"),
-    "row i is taken for beam i's": (TOGETHER, SUM, "sums[:, None] + log_softmax(logits, range(len(rows)))"),
-    "all stem from the first beam": (TOGETHER, "BeamMove(parent, token_id,", "BeamMove(0, token_id,"),
-    "of equals the last comes first": (TIES, "largest(flat, count)", "np.argsort(flat, kind='stable')[::-1][:count]"),
-    "as many candidates as beams": (EOS, "count = max(2, 1 + len(self._eos_token_ids)) *", "count ="),
-    "an EOS takes a place": (
+    "the sums so far are forgotten: cumulative_logprobs is not added": (
+        TOGETHER,
+        SUM,
+        "0 * sums[:, None] + log_softmax(logits, rows)",
+    ),
+    "row i is taken for beam i's: rows is ignored": (
+        TOGETHER,
+        SUM,
+        "sums[:, None] + log_softmax(logits, range(len(rows)))",
+    ),
+    "all stem from the first beam: every move has parent 0": (
+        TOGETHER,
+        "BeamMove(parent, token_id,",
+        "BeamMove(0, token_id,",
+    ),
+    "of equals the last comes first: of equal candidates the last one is chosen first": (
+        TIES,
+        "largest(flat, count)",
+        "np.argsort(flat, kind='stable')[::-1][:count]",
+    ),
+    "as many candidates as beams: too few candidates are left when some end in EOS": (
+        EOS,
+        "count = max(2, 1 + len(self._eos_token_ids)) *",
+        "count =",
+    ),
+    "an EOS takes a place: a candidate that ends in EOS takes a survivor's place": (
         EOS,
         SURVIVORS,
         SURVIVORS.replace("candidates, ends, strict=True", "candidates[:width], ends"),
     ),
-    "an EOS further down finishes": (EOS, "zip(candidates[:width], ends, strict=False)", "zip(candidates, ends)"),
+    "an EOS further down finishes: a candidate that ends in EOS finishes at any rank": (
+        EOS,
+        "zip(candidates[:width], ends, strict=False)",
+        "zip(candidates, ends)",
+    ),
     "ignore_eos is ignored": (EOS, "= final_token_ids(params, eos_token_ids)", "= frozenset(eos_token_ids)"),
     "only the first EOS token counts": (
         EOS,
         "final_token_ids(params, eos_token_ids)",
         "final_token_ids(params, eos_token_ids[:1])",
     ),
-    "the EOS is not counted": (
+    "the EOS is not counted: the length in the score leaves out the EOS": (
         SCORES,
         "self._score(logits, move, self._generated))",
         "self._score(logits, move, max(1, self._generated - 1)))",
     ),
-    "no length penalty": (SCORES, "penalty = length**self._params.length_penalty", "penalty = length"),
-    "the penalty's sign": (SCORES, "length**self._params.length_penalty", "length**-self._params.length_penalty"),
-    "max_length without the prompt": (LENGTH, "max_length - prompt_length  #", "max_length  #"),
-    "max_tokens, not max_length": (LENGTH, "max_length - prompt_length  #", "params.max_tokens  #"),
-    "at the end only EOS finishes": (LENGTH, "or self._generated == self._most_tokens", ""),
-    "at the end somebody goes on": (
+    "no length penalty: length_penalty is ignored": (
+        SCORES,
+        "penalty = length**self._params.length_penalty",
+        "penalty = length",
+    ),
+    "the penalty's sign: length_penalty has the wrong sign": (
+        SCORES,
+        "length**self._params.length_penalty",
+        "length**-self._params.length_penalty",
+    ),
+    "max_length without the prompt: max_length is taken as a number of generated tokens": (
+        LENGTH,
+        "max_length - prompt_length  #",
+        "max_length  #",
+    ),
+    "max_tokens, not max_length: the search ends at max_tokens": (
+        LENGTH,
+        "max_length - prompt_length  #",
+        "params.max_tokens  #",
+    ),
+    "at the end only EOS finishes: candidates of the maximum length do not finish": (
+        LENGTH,
+        "or self._generated == self._most_tokens",
+        "",
+    ),
+    "at the end somebody goes on: beams of the maximum length survive": (
         LENGTH,
         SURVIVORS,
         SURVIVORS.replace("not ended", "move.token_id not in self._eos_token_ids"),
@@ -119,18 +163,46 @@ BUGS = {
     "it stops at the first that finished": (OVER, ENOUGH, "if not self._finished_scores:"),
     "early_stopping True is taken for False": (OVER, "self._params.early_stopping is True or ", ""),
     '"never" is taken for False': (NEVER, PATIENT, "False"),
-    '"never" whatever the penalty': (NEVER, f"patient = {PATIENT}", 'patient = self._params.early_stopping == "never"'),
-    "the best is to be beaten": (OVER, "<= self._finished_scores[-1]", "<= self._finished_scores[0]"),
-    "equals are given another chance": (OVER, "<= self._finished_scores[-1]", "< self._finished_scores[-1]"),
-    "all that finished are reported": (OVER, KEPT, "return ended"),
-    "NaN is let through": (BAD, "likeliest_token(logits[row])", "int(np.argmax(logits[row]))"),
-    "tokens that are ruled out go on": (BAD, "if move.cumulative_logprob > -np.inf]", "if True]"),
-    "a copy is no copy": (
+    '"never" whatever the penalty: early_stopping "never" ignores the sign of length_penalty': (
+        NEVER,
+        f"patient = {PATIENT}",
+        'patient = self._params.early_stopping == "never"',
+    ),
+    "the best is to be beaten: the search ends unless a beam can beat the best finished score": (
+        OVER,
+        "<= self._finished_scores[-1]",
+        "<= self._finished_scores[0]",
+    ),
+    "equals are given another chance: the search goes on if a beam can only equal the worst score kept": (
+        OVER,
+        "<= self._finished_scores[-1]",
+        "< self._finished_scores[-1]",
+    ),
+    "all that finished are reported: sequences with scores too low to be kept are reported": (
+        OVER,
+        KEPT,
+        "return ended",
+    ),
+    "NaN is let through: a row with NaN does not raise BadLogits": (
+        BAD,
+        "likeliest_token(logits[row])",
+        "int(np.argmax(logits[row]))",
+    ),
+    "tokens that are ruled out go on: a token with logit minus infinity survives": (
+        BAD,
+        "if move.cumulative_logprob > -np.inf]",
+        "if True]",
+    ),
+    "a copy is no copy: a deep copy is the search itself": (
         COPIES,
         "    def _best_length(self)",
         "    def __deepcopy__(self, memo: Any) -> Any:\n        return self\n\n    def _best_length(self)",
     ),
-    "the settings are everybody's": (COPIES, "self._most_tokens = max", "BeamSearch._most_tokens = max"),
+    "the settings are everybody's: the settings are kept in the class, not in the object": (
+        COPIES,
+        "self._most_tokens = max",
+        "BeamSearch._most_tokens = max",
+    ),
 }
 
 SEEDED = seeded({"the reference": REFERENCE, "plain Python and a heap": PLAIN}, BUGS)

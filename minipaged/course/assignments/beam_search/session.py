@@ -1,11 +1,11 @@
-"""A student's beam search, step by step, beside the reference's.
+"""Steps a student's beam search, and compares each decision with the reference's.
 
-A `BeamSession` makes one search in the worker. Each step is given to both, and what they decide is compared. The
-candidates of the step that went wrong are drawn as a table; and the real engine, told the right decisions so far, gives
-the events: how tables forked, which blocks were shared, copied and given back.
+A `BeamSession` makes one search in the worker. Both searches get each step, and their decisions are compared. The
+candidates of a wrong step are drawn as a table. The real engine carries out the right decisions so far, which gives the
+events: forked tables, and blocks shared, copied and freed.
 
-Where two candidates (or two scores) are nearly equal, a rounding decides which comes first, and nobody is wrong. Such a
-step is not compared, unless they tie exactly whatever way they are computed: then the rule for ties decides.
+If two candidates or two scores are nearly equal, rounding decides their order, and both orders are right. Such a step
+is not compared, unless the two are equal however they are computed; then the rule for ties decides.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from minipaged.testing.content_runner import ContentRunner
 from minipaged.tiers import reference_tier
 
 CLOSE = 1e-4
-"""Candidates and scores that differ by less are not compared; all are within a few times 10."""
+"""The difference below which candidates or scores are not compared. All of them are at most a few times 10."""
 TOLERANCE = 1e-3
-"""By how much a sum or a score may differ from the reference's."""
+"""The tolerance for a sum or a score, relative to the reference's (absolute below 1)."""
 DRAWN = 8
-"""Candidates in a drawing, at most."""
+"""The most candidates in a drawing."""
 LARGEST_VOCABULARY = 64
-"""With more tokens than this a step is too wide for a script and a drawing."""
+"""The largest vocabulary with a script and a drawing; larger ones make them too wide."""
 BLOCK_SIZE = 2
-"""Of the engine that carries the decisions out for the recorded run."""
+"""The block size of the engine that carries out the decisions for the recorded run."""
 
 
 @dataclass(frozen=True, slots=True)
 class BeamSettings:
-    """What one search is made with."""
+    """The arguments that a search is made with."""
 
     params: BeamSearchParams
     prompt_length: int
@@ -53,7 +53,7 @@ class BeamSettings:
     eos_token_ids: tuple[int, ...] = ()
 
     def as_arguments(self) -> str:
-        """As they stand in a script."""
+        """Return the arguments' source in a script."""
         default = BeamSearchParams()
         names = ("beam_width", "max_tokens", "length_penalty", "early_stopping", "ignore_eos")
         values = {name: getattr(self.params, name) for name in names}
@@ -64,22 +64,22 @@ class BeamSettings:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What of a step is compared. Each test has a rule of its own, so that half the work gets half the points."""
+    """The parts of a step to compare. Each test checks another rule, so that half the work gets half the points."""
 
     survivors: bool = True
     finished: bool = True
     scores: bool = True
     ties: bool = False
-    """Whether candidates that tie exactly are compared too."""
+    """Whether steps with exact ties are compared too."""
 
 
 ALL = Look(ties=True)
 
 
 class BeamSession(Session):
-    """One search of the student's and the right one."""
+    """One search of the student's, with the reference's search."""
 
-    KIND = "search"
+    KIND = "a search"
 
     def __init__(self, bench: Bench, settings: BeamSettings, *, beside: BeamSession | None = None) -> None:
         super().__init__(bench, beside=beside)
@@ -88,17 +88,17 @@ class BeamSession(Session):
         self._reference = reference_tier().beam_search(*given)
         self._variable = "other" if beside else "search"
         self._right: list[BeamStep] = []
-        """What was decided so far."""
+        """The right decisions so far."""
         self._kept: list[float] = []
         """The scores of the best finished sequences so far, best first."""
         self._judgement: _Judgement | None = None
-        """Of the step that is being compared."""
+        """The judgement of the step that is being compared."""
         shown = f"{self._name}({settings.as_arguments()})"
         self._lines.append(f"{self._variable} = {shown}")
         self._search = self._make(shown, *given)
 
     def copied(self, variable: str = "search") -> BeamSession:
-        """A deep copy, of the student's search too: as the engine makes one before each step."""
+        """Return a deep copy that includes the student's search, like the engine's copy before each step."""
         self._judgement = None
         twin = copy.copy(self)
         twin._reference, twin._right, twin._kept = copy.deepcopy(self._reference), list(self._right), list(self._kept)
@@ -113,17 +113,17 @@ class BeamSession(Session):
     def is_clear(
         self, logits: np.ndarray, rows: Sequence[int], cumulative_logprobs: Sequence[float], *, ties: bool = True
     ) -> bool:
-        """Whether the next step is decided by more than a rounding."""
+        """Whether the next step's decisions do not depend on rounding."""
         return _Judgement(self, logits, rows, cumulative_logprobs, ties).clear
 
     def num_about_to_finish(self, logits: np.ndarray, rows: Sequence[int], cumulative_logprobs: Sequence[float]) -> int:
-        """How many sequences the next step finishes."""
+        """Return the number of sequences that the next step finishes."""
         return len(copy.deepcopy(self._reference).step(logits, rows, cumulative_logprobs).finished)
 
     def step(
         self, logits: np.ndarray, rows: Sequence[int], cumulative_logprobs: Sequence[float], look: Look = ALL
     ) -> BeamStep:
-        """One step of both, compared; returns the right one, with the student's own sums."""
+        """Step both searches and compare them. Return the reference's step, with the student's sums."""
         judgement = self._judgement = _Judgement(self, logits, rows, cumulative_logprobs, look.ties)
         arguments = f"{_written(logits)}, {list(rows)}, {list(cumulative_logprobs)}"
         call = f"{self._variable}.step({arguments})"
@@ -150,7 +150,7 @@ class BeamSession(Session):
         return BeamStep(moves, right.finished)
 
     def refuse(self, logits: np.ndarray, rows: Sequence[int], cumulative_logprobs: Sequence[float], why: str) -> None:
-        """A step that has to raise a ValueError."""
+        """Make a step that has to raise a ValueError."""
         call = f"{self._variable}.step({_written(logits)}, {list(rows)}, {list(cumulative_logprobs)})"
         self._judgement = None
         self._lines += [
@@ -172,7 +172,7 @@ class BeamSession(Session):
     # --- Comparing --------------------------------------------------------------------------------
 
     def _understand(self, answer: Outcome, which: str) -> BeamStep:
-        """The answer as a BeamStep of plain numbers."""
+        """Return the answer as a BeamStep of plain numbers."""
         try:
             survivors = [_move(move) for move in answer.survivors]
             finished = [(_move(move), _number(score)) for move, score in answer.finished]
@@ -210,11 +210,11 @@ class BeamSession(Session):
         which: str,
         scores: bool,
     ) -> None:
-        """In any order: the score tells the rank."""
+        """Compare finished sequences, in any order, since their scores rank them."""
         theirs, ours = (sorted((move.parent, move.token_id) for move, _ in ended) for ended in (found, right))
         if theirs != ours:
             self._fail(
-                f"{which}: finished are {_pairs(theirs)}; they should be {_pairs(ours)}",
+                f"{which}: the finished sequences are {_pairs(theirs)}; they should be {_pairs(ours)}",
                 "finished = sorted((move.parent, move.token_id) for move, score in step.finished)",
                 f'assert finished == {ours}, f"finished (beam, token): {{finished}}"',
             )
@@ -253,11 +253,11 @@ class BeamSession(Session):
         return replace(super()._failure(invariant, message), drawing=drawing, events=tuple(events))
 
 
-# --- What is right, and how sure that is ----------------------------------------------------------
+# --- Judging a step -------------------------------------------------------------------------------
 
 
 class _Judgement:
-    """One step, computed in float64: the candidates by rank, and whether roundings could change what is decided."""
+    """One step in float64: the candidates by rank, and whether rounding could change the decisions."""
 
     def __init__(
         self,
@@ -285,7 +285,7 @@ class _Judgement:
         self.kept = list(session._kept)
 
         def tie(one: tuple[int, int], other: tuple[int, int]) -> bool:
-            """Whether they are equal however they are computed."""
+            """Whether two candidates are equal however they are computed."""
             (a, token), (b, second) = one, other
             same_row = cumulative_logprobs[a] == cumulative_logprobs[b] and bool((table[a] == table[b]).all())
             return ties and same_row and bool(table[a, token] == table[b, second])
@@ -313,7 +313,7 @@ class _Judgement:
         self._expected: dict[tuple[int, int], str] = {}
 
     def note(self, found: BeamStep, right: BeamStep) -> None:
-        """For the drawing."""
+        """Keep both searches' decisions for the drawing."""
         self._found, self._expected = _fates(found), _fates(right)
 
     def drawing(self) -> tuple[str, ...]:
@@ -331,7 +331,7 @@ class _Judgement:
 
 
 def _fates(step: BeamStep) -> dict[tuple[int, int], str]:
-    """What becomes of each candidate."""
+    """Return a description of what the step does with each candidate."""
     fates = {(move.parent, move.token_id): f"beam {place}" for place, move in enumerate(step.survivors)}
     return fates | {(move.parent, move.token_id): f"finished, {score:.3f}" for move, score in step.finished}
 
@@ -340,11 +340,11 @@ def _fates(step: BeamStep) -> dict[tuple[int, int], str]:
 
 
 class _Stopped(Exception):
-    """Where the decisions end."""
+    """Raised at the end of the recorded decisions."""
 
 
 def carry_out(settings: BeamSettings, steps: Sequence[BeamStep], message: str) -> tuple[list[Event], tuple[str, ...]]:
-    """The engine's events up to the step that went wrong, and the beams' block tables before it."""
+    """Return the engine's events up to the wrong step, and the beams' block tables before it."""
 
     class Decided(contracts.BeamSearch):
         def __init__(self, *_: object) -> None:
@@ -384,7 +384,7 @@ def carry_out(settings: BeamSettings, steps: Sequence[BeamStep], message: str) -
     return events, tables
 
 
-# --- Small things ---------------------------------------------------------------------------------
+# --- Helpers --------------------------------------------------------------------------------------
 
 
 def _move(value: Any) -> BeamMove:
@@ -415,6 +415,6 @@ def _pairs(pairs: Sequence[tuple[int, int]]) -> str:
 
 
 def _written(logits: np.ndarray) -> str:
-    """The array as a script has it."""
+    """Return the array's source in a script."""
     values = repr(np.asarray(logits).tolist()).replace("-inf", "-np.inf").replace("nan", "np.nan")
     return f"np.array({values.replace(' inf', ' np.inf').replace('[inf', '[np.inf')}, dtype=np.{logits.dtype})"

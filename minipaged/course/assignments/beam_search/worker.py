@@ -1,7 +1,4 @@
-"""What runs in the worker beside a student's beam search: the time that it takes.
-
-Loaded before the student's file.
-"""
+"""Times a student's beam search in the worker. The module is loaded before the student's file."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Any
 
 
 def seconds(module: ModuleType, name: str, params: Any, prompt_length: int, max_length: int, logits: Any) -> float:
-    """How long a search takes, from the prompt to max_length. logits [beams, vocab]: the same for each step."""
+    """Return the seconds of a search from the prompt to max_length. All steps have the same logits [beams, vocab]."""
     search = getattr(module, name)(params, prompt_length, max_length, ())
     sums = [0.0]
     started = time.perf_counter()

@@ -1,9 +1,9 @@
 """Assignment 1, `block-allocator`: reference counts and copy-on-write (paper, sections 4.2 and 4.4).
 
-The properties are programs of calls that Hypothesis makes up and, when one fails, shortens. Each test has calls of its
-own, so that a part that is half done gets its half of the points. Then the real engine serves random workloads with the
-student's allocator for both of its pools, on a model that checks every read (`content_runner.py`); then SmolLM2 has to
-write the same texts as with the reference's.
+The properties run random programs of calls; Hypothesis generates them, and shrinks one that fails. Each test uses
+different calls, so that a half-finished part gets its points. Then the real engine serves random workloads with the
+student's allocator for both of its pools, on a model that checks every read (`content_runner.py`). Finally SmolLM2 has
+to write the same texts as with the reference's allocator.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ from minipaged.testing.workloads import WorkloadRun, random_workload
 from minipaged.tiers import plain_parts
 
 LARGEST_POOL = 4
-"""Of the programs that Hypothesis makes up."""
+"""The largest pool of the programs that Hypothesis generates."""
 MOST_BLOCKS = 4
-"""In a call of `share_many` and `free_many`."""
+"""The most blocks in a call of `share_many` or `free_many`."""
 LARGE_POOLS = 8, 33, 100, 600
-"""Of long runs: a bug may show from some hundred blocks on."""
+"""The pool sizes of the long runs. Some bugs appear only in pools of hundreds of blocks."""
 MOST_MISBEHAVIOURS = 8
-"""How often a program that hangs or kills its worker is shortened."""
+"""The most workers lost while a program that hangs or kills its worker is shortened."""
 ENGINE_WORKLOADS = 25
 TIMED_WORKLOADS = 60
-"""Workloads whose calls are timed."""
+"""The number of workloads whose calls are timed."""
 
 Program = tuple[int, list[Call]]
-"""The size of a pool, and the calls on it."""
+"""The size of a pool, and the calls to make on it."""
 
 
 # --- Properties -----------------------------------------------------------------------------------
@@ -68,14 +68,15 @@ Program = tuple[int, list[Call]]
 def programs_of(
     *methods: str, with_numbers: Sequence[str] = (), many: Sequence[str] = (), longest: int = 25
 ) -> st.SearchStrategy[Program]:
-    """Programs of calls on held blocks, of `with_numbers` on any number, and of `many` on several."""
+    """Return a strategy for programs: calls of `methods` on held blocks, of `with_numbers` on any number, and of `many`
+    on several blocks."""
     held = st.builds(HeldBlock, st.integers(0, LARGEST_POOL - 1))
     numbers = st.builds(Number, st.integers(-1, LARGEST_POOL))
     calls = [st.just(Call("allocate"))]
     calls += [st.builds(Call, st.just(method), held) for method in methods if method != "allocate"]
     calls += [st.builds(Call, st.just(method), numbers) for method in with_numbers]
     some = st.lists(held, max_size=MOST_BLOCKS)
-    if with_numbers:  # what is refused is among what is not: before it something may have been changed
+    if with_numbers:  # a bad block among held ones, so that a part may change something before it raises
         few = st.lists(held, max_size=MOST_BLOCKS // 2)
         some = st.one_of(some, st.builds(lambda before, one, after: [*before, one, *after], few, numbers, few))
     several = {
@@ -85,7 +86,7 @@ def programs_of(
     }
     calls += [st.builds(Call, st.just(method), several[method]) for method in many]
     sizes, programs = st.integers(1, LARGEST_POOL), st.lists(st.one_of(calls), max_size=longest)
-    # Every other one begins with a full pool, where most of what can go wrong goes wrong.
+    # Half of the programs begin with a full pool, where most bugs appear.
     return st.builds(
         lambda size, full, program: (size, [Call("allocate")] * (size * full) + program), sizes, st.booleans(), programs
     )
@@ -97,8 +98,11 @@ def property_of(
     many: Sequence[str] = (),
     unless: Callable[[AllocatorSession, Call], bool] = lambda session, call: False,
 ) -> Callable[[Bench], None]:
-    """A check that runs such programs. `many`: methods to call if the student wrote them; `unless`: calls to leave out,
-    because another test is about them."""
+    """Return a check that runs such programs.
+
+    `many` are methods to call if the student wrote them. `unless` says which calls to leave out, because another test
+    is about them.
+    """
 
     def check(bench: Bench) -> None:
         written = [method for method in many if method in bench.also]
@@ -123,9 +127,10 @@ def property_of(
 
 
 def shorter_misbehaviour(bench: Bench, num_blocks: int, calls: list[Call], first: Misbehaviour) -> Misbehaviour:
-    """The same verdict with fewer calls. Each try that succeeds costs a worker, and a second if a call does not return.
+    """Return a misbehaviour with the same verdict after fewer calls.
 
-    Hypothesis cannot do it: it would wait for thousands of calls that do not return.
+    Each successful try costs a worker, and a second if a call does not return. Hypothesis does not shrink these
+    programs, because it would wait for thousands of calls that do not return.
     """
     found = [first]
     limits = bench.assignment.limits
@@ -138,7 +143,7 @@ def shorter_misbehaviour(bench: Bench, num_blocks: int, calls: list[Call], first
         try:
             quick.process.forget()
             session = AllocatorSession(quick, size)
-            for done, call in enumerate(some, start=1):  # noqa: B007 -- it tells how far we got
+            for done, call in enumerate(some, start=1):  # noqa: B007 -- used after the loop
                 session.call(call)
             quick.process.finish()
         except Failed:
@@ -159,7 +164,7 @@ def shorter_misbehaviour(bench: Bench, num_blocks: int, calls: list[Call], first
 
 
 def check_new_pool(bench: Bench) -> None:
-    """`AllocatorSession` checks a new allocator by itself."""
+    """Check new allocators of several sizes; `AllocatorSession` compares them when it is made."""
     search(bench, st.integers(-2, 20), lambda num_blocks: AllocatorSession(bench, num_blocks))
 
 
@@ -172,7 +177,7 @@ def is_refused_to_many(session: AllocatorSession, call: Call) -> bool:
 
 
 def check_long_runs(bench: Bench) -> None:
-    """Larger pools and thousands of calls, filling and emptying the pool several times."""
+    """Check thousands of calls in larger pools, which fill and empty the pool several times."""
     for num_blocks in LARGE_POOLS:
         r, calls = random.Random(f"{bench.seed} {num_blocks}"), list[Call]()
         for _ in range(3):
@@ -185,7 +190,7 @@ def check_long_runs(bench: Bench) -> None:
 
 
 def any_call(r: random.Random, method: str, num_blocks: int) -> Call:
-    """One call of a long run."""
+    """Return a random call of this method for a long run."""
     if method == "allocate":
         return Call(method)
     if method == "allocate_many":
@@ -196,7 +201,7 @@ def any_call(r: random.Random, method: str, num_blocks: int) -> Call:
 
 
 def fail_shortest(bench: Bench, num_blocks: int, calls: list[Call]) -> None:
-    """Make the calls; if they fail, raise Failed with as few of them as still do."""
+    """Make the calls; if they fail, raise Failed with the fewest of them that still fail."""
 
     found: list[Failure] = []
 
@@ -229,10 +234,10 @@ def fail_shortest(bench: Bench, num_blocks: int, calls: list[Call]) -> None:
 
 
 class RemoteAllocator(BlockAllocator):
-    """A student's allocator as the engine uses it: every call is made in the worker, and noted.
+    """A student's allocator for the engine. It makes every call in the worker, and records it.
 
-    What was looked at stays known until the next call that may change it: the engine, checking its invariants, asks for
-    the count of every block again and again.
+    Values that were read are cached until the next call that may change them, since the engine's invariant checks read
+    every block's reference count again and again.
     """
 
     def __init__(self, bench: Bench, num_blocks: int, part: tuple[Handle, str] | None = None) -> None:
@@ -246,7 +251,7 @@ class RemoteAllocator(BlockAllocator):
         self._known: dict[int, Any] = {}
         self._num_free: Any = None
         self.calls: list[tuple[str, int | None, Any]] = []
-        """Method, block, and what was returned (None: it raised)."""
+        """The calls made: method, block, and the returned value, which is None if the call raised."""
 
     @property
     def num_blocks(self) -> int:
@@ -304,7 +309,7 @@ class RemoteAllocator(BlockAllocator):
         self._known = dict(zip(blocks, counts, strict=True))
 
     def as_program(self) -> list[Call]:
-        """The calls that were made, each block named by the call that returned it last."""
+        """Return the calls made as a program, in which each block is the result of the last call that returned it."""
         latest: dict[Any, int] = {}
         program: list[Call] = []
         for label, (method, block, returned) in enumerate(self.calls):
@@ -318,17 +323,17 @@ class RemoteAllocator(BlockAllocator):
 
 
 CARRIED = type("the allocator that you brought along", (RemoteAllocator,), {})
-"""Its name is in messages: what it breaks is no fault of the part that is graded."""
+"""A class whose name appears in messages, to say that a mistake is not in the graded part."""
 
 
 def carried_allocator(bench: Bench) -> Callable[[int], BlockAllocator] | None:
-    """The student's own under a later part, if one was brought along."""
+    """Return a function that makes the student's own allocator, or None if the student brought none."""
     carried = bench.carried_part("block-allocator")
     return partial(CARRIED, bench, part=carried) if carried else None
 
 
 class Pools:
-    """The student's allocator for both pools of an engine."""
+    """Makes the student's allocators for both pools of an engine."""
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
@@ -343,21 +348,22 @@ class Pools:
         return self._pools[-1]
 
     def explain(self, error: Exception) -> Exception:
-        """The shortest program of calls that shows it, if they do so without the engine."""
+        """Raise Failed with the shortest program of calls that fails without the engine; otherwise return the error."""
         for pool in self._pools:
             fail_shortest(self._bench, pool.num_blocks, pool.as_program())
         return error
 
 
 def check_engine(bench: Bench) -> None:
-    """Random workloads: sharing, copy-on-write, prefix caching, both ways of preempting, cancelled requests."""
+    """Check random workloads: sharing, copy-on-write, prefix caching, swap, recomputation, cancelled requests."""
     pools = Pools(bench)
     workloads = islice(numbered_workloads(bench.seed), ENGINE_WORKLOADS)
     check_workloads(bench, workloads, pools.make_parts, explain=pools.explain)
 
 
 def check_model(bench: Bench) -> None:
-    """Parallel sampling, beam search and preemption on SmolLM2: the same texts as with the reference's allocator."""
+    """Check that SmolLM2 writes the same texts as with the reference's allocator, with parallel sampling, beam search
+    and preemption."""
     pools = Pools(bench)
     check_texts(bench, pools.make_parts, explain=pools.explain)
 
@@ -366,7 +372,7 @@ def check_model(bench: Bench) -> None:
 
 
 class Recorder(plain_parts()[0]):  # type: ignore[misc]
-    """The reference's allocator, noting its calls as `Sandbox.seconds` wants them."""
+    """The reference's allocator, which records its calls in the format of `Sandbox.seconds`."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
@@ -389,7 +395,7 @@ class Recorder(plain_parts()[0]):  # type: ignore[misc]
     def copy_on_write(self, block: int) -> int:
         before = len(self.calls)
         target: int = super().copy_on_write(block)
-        del self.calls[before:]  # it may have allocated
+        del self.calls[before:]  # it may have called allocate
         self._note("copy_on_write", block, target)
         return target
 
@@ -400,7 +406,7 @@ class Recorder(plain_parts()[0]):  # type: ignore[misc]
 
 
 def measure(bench: Bench) -> Performance:
-    """Operations per second on the calls of engines, beside the reference on the same calls."""
+    """Measure the operations per second on an engine's calls, and those of the reference on the same calls."""
     runs: list[tuple[int, list[tuple[str, int | None, int | None]]]] = []
     for number in range(TIMED_WORKLOADS):
         pools: list[Recorder] = []

@@ -1,4 +1,4 @@
-"""Block allocators: the reference's, a right one of another kind, and bugs on purpose."""
+"""Block allocators: the reference's, a right one written differently, and seeded bugs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ BUGS = {
         "return self.num_blocks",
     ),
     "new-block-uncounted: allocate leaves the reference count at 0": (FREE, "self._ref_counts[block] = 1", "pass"),
-    "new-block-counted-twice: allocate sets the count to 2": (
+    "new-block-counted-twice: allocate sets the reference count to 2": (
         FREE,
         "self._ref_counts[block] = 1",
         "self._ref_counts[block] = 2",
@@ -81,13 +81,13 @@ BUGS = {
         'raise OutOfBlocks(f"all {self.num_blocks} blocks are held")',
         "return 0",
     ),
-    "share-not-counted: share does not count": (COUNTS, "self._ref_counts[block] += 1", "pass"),
+    "share-not-counted: share does not raise the reference count": (COUNTS, "self._ref_counts[block] += 1", "pass"),
     "share-stops-at-two: a third holder is not counted": (
         COUNTS,
         "self._ref_counts[block] += 1",
         "self._ref_counts[block] = 2",
     ),
-    "free-blocks-can-be-shared: share accepts a block that nobody holds": (
+    "free-blocks-can-be-shared: share accepts a block that is free": (
         REFUSED,
         GUARD_OF_SHARE,
         "def share(self, block: int) -> None:\n        self.ref_count(block)\n",
@@ -103,39 +103,39 @@ BUGS = {
         "def free(self, block: int) -> None:\n        self.ref_count(block)\n"
         "        self._ref_counts[block] = max(0, self._ref_counts[block] - 1)\n        if self._ref_counts",
     ),
-    "freed-while-shared: the first holder to go frees the block": (
+    "freed-while-shared: the first holder that frees a shared block returns it to the pool": (
         COUNTS,
         RETURN_TO_POOL,
         "self._ref_counts[block] = 0\n        self._free.append(block)",
     ),
-    "on-the-free-list-while-shared: a block with holders left is on the free list too": (
+    "on-the-free-list-while-shared: a block that still has holders is on the free list too": (
         COUNTS,
         RETURN_TO_POOL,
         "self._free.append(block)",
     ),
-    "freed-at-one: a block is returned to the pool while one still holds it": (
+    "freed-at-one: a block is returned to the pool while it still has one holder": (
         FREE,
         "if self._ref_counts[block] == 0:\n            self._free",
         "if self._ref_counts[block] == 1:\n            self._free",
     ),
-    "never-free-again: freed blocks are not handed out again: they leak": (FREE, RETURN_TO_POOL, "pass"),
-    "third-holder-cannot-leave: free does not count down from three holders": (
+    "never-free-again: freed blocks leak: they are never handed out again": (FREE, RETURN_TO_POOL, "pass"),
+    "third-holder-cannot-leave: free does not lower a reference count of 3": (
         COUNTS,
         COUNT_DOWN,
         "self._ref_counts[block] -= self._ref_counts[block] != 3\n        if self._ref_counts",
     ),
-    "count-stays-after-free: free does not count down": (FREE, COUNT_DOWN, "if self._ref_counts"),
-    "negative-blocks: -1 is taken for the last block": (
+    "count-stays-after-free: free does not lower the reference count": (FREE, COUNT_DOWN, "if self._ref_counts"),
+    "negative-blocks: -1 is accepted as the last block": (
         REFUSED,
         "if not 0 <= block < self.num_blocks:",
         "if not block < self.num_blocks:",
     ),
-    "one-past-the-end: the number after the last block gives IndexError, not BlockNotAllocated": (
+    "one-past-the-end: the number after the last block raises IndexError, not BlockNotAllocated": (
         REFUSED,
         "if not 0 <= block < self.num_blocks:",
         "if not 0 <= block <= self.num_blocks:",
     ),
-    "count-is-held-or-not: ref_count says 1 for any held block": (
+    "count-is-held-or-not: ref_count returns 1 for any held block": (
         COUNTS,
         "return self._ref_counts[block]\n",
         "return min(1, self._ref_counts[block])\n",
@@ -145,7 +145,7 @@ BUGS = {
         "if self._ref_counts[block] == 1:\n            return block",
         "pass",
     ),
-    "never-copies: a shared block is written to as it is": (
+    "never-copies: a shared block is written to without a copy": (
         COPIES,
         "if self._ref_counts[block] == 1:\n            return",
         "if self._ref_counts[block] >= 1:\n            return",
@@ -165,7 +165,7 @@ BUGS = {
         COPY,
         "self._ref_counts[block] -= 1\n        return self.allocate()",
     ),
-    "copy-gives-up-all: after a copy nobody counts as a holder of the old block": (
+    "copy-gives-up-all: after a copy the old block has no holders left": (
         COPIES,
         COPY,
         "copy = self.allocate()\n        self._ref_counts[block] = 0\n        return copy",
@@ -175,12 +175,12 @@ BUGS = {
         COPY,
         COPY.replace("return", "self._free.append(block)\n        return"),
     ),
-    "free-blocks-can-be-copied: copy_on_write accepts a block that nobody holds": (
+    "free-blocks-can-be-copied: copy_on_write accepts a block that is free": (
         REFUSED,
         GUARD_OF_COPY,
         GUARD_OF_COPY.replace("self._check_held(block)", "if self.ref_count(block) == 0:\n            return block"),
     ),
-    "full-pool-writes-in-place: with no block free, a shared block is written to as it is": (
+    "full-pool-writes-in-place: with no block free, a shared block is written to without a copy": (
         ATOMIC,
         GUARD_OF_COPY,
         GUARD_OF_COPY + "        if not self._free:\n            return block\n",

@@ -1,15 +1,15 @@
-"""A student's block allocator, call by call, beside a model of a right one.
+"""Calls a student's block allocator, and compares each answer with a model.
 
 An `AllocatorSession` makes one allocator in the worker and then calls it. After every call it compares the answer,
-`num_free` and the reference counts with who holds what. In its drawing and its events every holder of a block is a
-sequence with a table of one block, named A, B, C, ...:
+`num_free` and the reference counts with a list of the holders of each block. In its drawing and its events every holder
+of a block is a sequence with a table of one block, named A, B, C, ...:
 
     allocate         a request arrives; its table gets the block
     share            the holder's sequence forks
     copy_on_write    the holder that shared last writes: its table gets a copy, or keeps the block when it is alone
     free             the holder that shared last ends
 
-`allocate_many`, `share_many` and `free_many`, where the student wrote them, are as many of the same.
+If the student wrote `allocate_many`, `share_many` or `free_many`, a call of these counts as several of the above.
 """
 
 from __future__ import annotations
@@ -42,32 +42,33 @@ from minipaged.events import (
 
 BLOCK_SIZE = 16
 ALL_CHECKED = 12
-"""Pools up to this size have all reference counts checked after each call, larger ones those that the call names."""
+"""The largest pool in which every call is followed by a check of all reference counts. In a larger pool only the blocks
+that the call names are checked."""
 MOST_CALLS = 40_000
-"""That are made to shorten a program: seconds, however long it is."""
+"""The most calls made to shorten a program. This takes seconds, however long the program is."""
 MANY = "allocate_many", "share_many", "free_many"
-"""What an allocator may have besides: all of it or, with an exception, nothing."""
+"""Optional methods of an allocator. Each either succeeds as a whole, or raises and changes nothing."""
 DRAWN = 8
-"""Blocks in a drawing, at most."""
+"""The most blocks in a drawing."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldBlock:
-    """A held block: the `pick`-th (modulo how many there are), in the order in which they were handed out."""
+    """A held block: number `pick`, modulo the number of held blocks, in the order in which they were allocated."""
 
     pick: int
 
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """What the call with this label returned, whether it is held now or not."""
+    """The block that the call with this label returned, whether it is still held or not."""
 
     label: int
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number that may be no block at all; how many blocks, for `allocate_many`."""
+    """A number that may be outside the pool; for `allocate_many` the number of blocks."""
 
     number: int
 
@@ -78,7 +79,7 @@ class Several:
 
     blocks: tuple[HeldBlock | Number, ...]
     once: bool = False
-    """Whether they come as an iterator, which can be gone through once only."""
+    """Whether they are passed as an iterator, which can be consumed only once."""
 
 
 Operand = HeldBlock | Variable | Number | Several | None
@@ -86,12 +87,12 @@ Operand = HeldBlock | Variable | Number | Several | None
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A method, and the block (or blocks) that it is called with."""
+    """A call of a method with its block or blocks."""
 
     method: str
     operand: Operand = None
     label: int | None = None
-    """What later calls name its result by; None where none does."""
+    """The label by which later calls refer to the result; None if none does."""
 
 
 @dataclass(slots=True)
@@ -106,18 +107,18 @@ class _Holder:
 
 
 class AllocatorSession(Session):
-    """One allocator of the student's and what it ought to say."""
+    """One allocator of the student's, with a model of its right answers."""
 
-    KIND = "allocator"
+    KIND = "an allocator"
 
     def __init__(self, bench: Bench, num_blocks: int, part: tuple[Handle, str] | None = None) -> None:
         super().__init__(bench, part)
         self.num_blocks = num_blocks
         self._tables: list[_Holder] = []
         self._counted: dict[int, int] | None = None
-        """What `_counts` returned last, until a table changes."""
+        """The cached result of `_counts`, until a table changes."""
         self._variables: list[tuple[str, int]] = []
-        """Name and value of what was returned, in order."""
+        """The script's variables, in order: the name and value of each returned block."""
         self._num_results = 0
         self._labelled: dict[int, tuple[str, int]] = {}
         self._events: list[Event] = [EngineStarted(num_blocks, 0, BLOCK_SIZE, BLOCK_SIZE * max(1, num_blocks))]
@@ -148,7 +149,7 @@ class AllocatorSession(Session):
     # --- Calls ------------------------------------------------------------------------------------
 
     def call(self, call: Call) -> None:
-        """One call, and everything compared."""
+        """Make one call, and compare its answer and the state with the model."""
         method, (name, value) = call.method, self._resolve(call.operand)
         if method != "allocate" and value is None:
             return
@@ -158,7 +159,7 @@ class AllocatorSession(Session):
         args = () if value is None else (value,)
         looks = self._to_look_at([] if method == "allocate_many" else _as_blocks(value))
         once = isinstance(call.operand, Several) and call.operand.once
-        make = [(value, "__iter__", ())] if once else []  # in the worker, which hands it on
+        make = [(value, "__iter__", ())] if once else []  # made in the worker, since iterators do not travel
         asked = (self._allocator, method, (Result(0),) if once else args)
         answer, *state = self._ask([*make, asked, *self._looks(looks)], shown)[len(make) :]
         self._observe(state, looks)
@@ -188,14 +189,14 @@ class AllocatorSession(Session):
     def _carry_out(
         self, method: str, name: str, value: int | list[int] | None, variable: str, shown: str, answer: Outcome
     ) -> list[int]:
-        """A call that succeeded; the blocks that it took. One with several blocks does what so many with one do."""
+        """Check the answer of a successful call, update the model, and return the blocks that the call allocated."""
         if method == "allocate_many":
             assert isinstance(value, int)
             new: list[int] = []
             for number, block in enumerate(self._as_many(value, answer, variable, shown)):
                 if block in new:
                     self._fail(
-                        f"{shown} {said(answer)}: block {block} twice",
+                        f"{shown} {said(answer)}: block {block} is in it twice",
                         f'assert len(set({variable})) == {value}, f"got {{{variable}}}"',
                         invariant=Invariant.EXCLUSIVE_WRITE,
                     )
@@ -216,14 +217,14 @@ class AllocatorSession(Session):
         holders = self._counts()[value]
         if holders == 1 and (answer != value or isinstance(answer, bool)):
             self._fail(
-                f"{shown} {said(answer)}; block {value} has one holder, which may write to it as it is",
+                f"{shown} {said(answer)}; block {value} has only one holder, which may write to it without a copy",
                 f'assert {variable} == {name}, f"got block {{{variable}}}"',
                 invariant=Invariant.EXCLUSIVE_WRITE,
             )
         if holders > 1 and answer == value:
             self._fail(
-                f"{shown} returned block {value} itself, but {holders} hold it: a write would change what the others "
-                "read",
+                f"{shown} returned block {value} itself, but it has {holders} holders: a write would change what the "
+                "others read",
                 f'assert {variable} != {name}, f"got block {{{variable}}} again"',
                 invariant=Invariant.EXCLUSIVE_WRITE,
             )
@@ -234,7 +235,7 @@ class AllocatorSession(Session):
         return [answer]
 
     def _as_many(self, n: int, answer: Outcome, variable: str, shown: str) -> list[Any]:
-        """What `allocate_many(n)` returned, as a list; an array is welcome."""
+        """Return the answer of `allocate_many(n)` as a list; it may be an array."""
         blocks = answer.tolist() if hasattr(answer, "tolist") else answer
         if not isinstance(blocks, list | tuple) or len(blocks) != n:
             self._fail(
@@ -245,7 +246,7 @@ class AllocatorSession(Session):
         return list(blocks)
 
     def _add_line(self, shown: str, *, returns: bool) -> str:
-        """The call as a line of the script; the name of what it returns."""
+        """Add the call to the script, and return the name of its result."""
         variable = letter(self._num_results)
         self._num_results += returns
         self._lines.append(f"{variable} = {shown}" if returns else shown)
@@ -255,16 +256,16 @@ class AllocatorSession(Session):
         if isinstance(answer.error, OutOfBlocks):
             if method == "copy_on_write" and isinstance(value, int) and self._counts()[value] == 1:
                 self._fail(
-                    f"{shown} raised OutOfBlocks, but block {value} has one holder, which needs no copy",
+                    f"{shown} raised OutOfBlocks, but block {value} has only one holder, so no copy is needed",
                     invariant=Invariant.EXCLUSIVE_WRITE,
                 )
             takes = method.startswith("allocate") or method == "copy_on_write"
-            why = f"{self.num_blocks - len(self._counts())} blocks are free" if takes else "needs no block"
+            why = f"{self.num_blocks - len(self._counts())} blocks are free" if takes else "it needs no free block"
             self._fail(f"{shown} raised OutOfBlocks, but {why}", invariant=Invariant.CONSERVATION)
         self._raised(method, answer.error, shown)
 
     def _take(self, answer: Outcome, variable: str, shown: str) -> None:
-        """A block that was free has a holder now."""
+        """Check a newly allocated block, and give it a holder in the model."""
         self._check_new_block(answer, variable, shown)
         self._variables.append((variable, answer))
         self._add_table(answer)
@@ -279,19 +280,19 @@ class AllocatorSession(Session):
         if held := [table.name for table in self._tables if table.block == answer]:
             other = self._name_of(answer)
             self._fail(
-                f"{shown} returned block {answer}, which {', '.join(held)} still hold",
+                f"{shown} returned block {answer}, which is still held by {', '.join(held)}",
                 f'assert {variable} != {other}, f"got block {{{variable}}}, which is held"',
                 invariant=Invariant.EXCLUSIVE_WRITE,
             )
 
     def _name_of(self, block: int) -> str:
-        """As a script calls it: by the variable that held it last."""
+        """Return the block's name in the script: the last variable with its value."""
         return next((name for name, value in reversed(self._variables) if value == block), str(block))
 
-    # --- What is right ----------------------------------------------------------------------------
+    # --- The model --------------------------------------------------------------------------------
 
     def _counts(self) -> dict[int, int]:
-        """Holders of each held block, in the order of its first holder's table. Not to be written to."""
+        """Return the number of holders of each held block, ordered by first holder. Callers must not change it."""
         if self._counted is None:
             self._counted = {}
             for table in self._tables:
@@ -303,18 +304,18 @@ class AllocatorSession(Session):
         if method == "allocate_many" and isinstance(value, int):
             free = self.num_blocks - len(counts)
             if value < 0:
-                return ValueError, "there is no negative number of blocks"
+                return ValueError, "the number of blocks is negative"
             return (OutOfBlocks, f"num_free is {free}") if value > free else None
         for block in _as_blocks(value):
             if not 0 <= block < self.num_blocks:
                 return BlockNotAllocated, f"the pool has blocks 0 to {self.num_blocks - 1}"
             if method != "ref_count" and block not in counts:
-                return BlockNotAllocated, f"nobody holds block {block}"
+                return BlockNotAllocated, f"block {block} is not held"
             times = _as_blocks(value).count(block)
             if method == "free_many" and times > counts[block]:
                 return (
                     BlockNotAllocated,
-                    f"block {block} is in it {times} times, and ref_count({block}) is {counts[block]}",
+                    f"block {block} is freed {times} times, but ref_count({block}) is {counts[block]}",
                 )
         if method in ("ref_count", "share_many", "free_many"):
             return None
@@ -325,7 +326,7 @@ class AllocatorSession(Session):
         return None
 
     def is_refused(self, call: Call) -> bool:
-        """Whether the call has to raise."""
+        """Whether the call has to raise an error."""
         return self._expected_error(call.method, self._resolve(call.operand)[1]) is not None
 
     def is_full(self) -> bool:
@@ -336,7 +337,10 @@ class AllocatorSession(Session):
         return isinstance(block, int) and self._counts().get(block, 0) > 1
 
     def _resolve(self, operand: Operand) -> tuple[str, int | list[int] | None]:
-        """The block as a script names it, and its number; of several a list. (None: there is no such block.)"""
+        """Return the operand's name in the script and its block number, or a list of numbers for several blocks.
+
+        The number is None if there is no such block.
+        """
         match operand:
             case None:
                 return "", None
@@ -358,7 +362,7 @@ class AllocatorSession(Session):
                 block = held[pick % len(held)]
                 return self._name_of(block), block
 
-    # --- Looking at the state ---------------------------------------------------------------------
+    # --- Reading the state ------------------------------------------------------------------------
 
     def _to_look_at(self, blocks: list[int]) -> Sequence[int]:
         if self.num_blocks <= ALL_CHECKED:
@@ -374,7 +378,7 @@ class AllocatorSession(Session):
         self._observed.update(zip(blocks, state[1:], strict=True))
 
     def _check_state(self, blocks: Sequence[int], shown: str, *, refused: bool) -> None:
-        """What was observed last, of these blocks, with what is right."""
+        """Compare the observed state of these blocks with the model."""
         counts = self._counts()
         says = f"{shown} was refused, but changed something:" if refused else f"after {shown}"
         number, num_free = self._observed_free, self.num_blocks - len(counts)
@@ -503,10 +507,10 @@ def _observed(value: Any, right: int) -> str:
 
 
 def shorten(calls: list[Call], fails: Callable[[list[Call]], bool]) -> None:
-    """Look for fewer of the calls that still fail; `fails` is told of each try, the last that fails is the shortest.
+    """Search for a shorter list of calls that still fails. The last list for which `fails` returned True is the result.
 
-    Leaves out half of them, then quarters, and so on down to single ones, as long as what is left still fails. `fails`
-    cuts off the calls after the one that failed.
+    This leaves out halves of the list, then quarters, down to single calls, if the rest still fails. `fails` removes
+    the calls after the one that failed.
     """
     if not fails(calls):
         return

@@ -1,9 +1,9 @@
 """Assignment 2, `block-table`: block tables and slot mapping (paper, sections 4.2 and 4.4, Figs. 6 and 8).
 
-The properties are programs on a few tables over two small pools, which Hypothesis makes up and shortens; the allocators
-are the grader's, so that it sees every block taken and given back. Then the real engine serves random workloads with
-the student's tables, on a model that checks every read (`content_runner.py`); then SmolLM2 has to write the same texts
-as with the reference's. In these two a student's own allocator may lie under the tables.
+The properties run random programs on a few tables over two small pools; Hypothesis generates and shrinks them. The
+allocators are the grader's, so that it sees every block that a table takes or frees. Then the real engine serves random
+workloads with the student's tables, on a model that checks every read (`content_runner.py`). Finally SmolLM2 has to
+write the same texts as with the reference's tables. In the last two, the tables may use a student's own allocator.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ ENGINE_WORKLOADS = 20
 LARGEST_POOL = 6
 LARGEST_BLOCK = 4
 TIMED_PROMPTS = tuple(range(1, 640, 20))
-"""Lengths in tokens."""
+"""The lengths of the timed prompts in tokens."""
 TIMED_TOKENS, TIMED_BLOCK_SIZE = 64, 16
 ROUNDS = 5
-"""Measurements of speed, of which the fastest counts."""
+"""The number of speed measurements; the fastest one counts."""
 
 Program = tuple[int, int, list[Op]]
-"""Slots of a block, blocks of each pool, and what to do."""
+"""The block size, the number of blocks in each pool, and the steps."""
 
 
 # --- Properties -----------------------------------------------------------------------------------
 
 
 def programs_of(*kinds: str, beginning: Sequence[Op] = ()) -> st.SearchStrategy[Program]:
-    """Programs of steps of these kinds, after the beginning."""
+    """Return a strategy for programs: the beginning, followed by random steps of these kinds."""
     small = st.integers(0, 7)
     steps = st.lists(st.builds(Op, st.sampled_from(kinds), small, small, small), max_size=12)
     return st.builds(
@@ -61,7 +61,7 @@ def programs_of(*kinds: str, beginning: Sequence[Op] = ()) -> st.SearchStrategy[
 
 
 def property_of(*kinds: str, beginning: Sequence[Op] = (), slots: bool = False) -> Callable[[Bench], None]:
-    """A check that runs such programs. `slots`: with all slots compared after each step."""
+    """Return a check that runs such programs. With `slots`, all slots are compared after each step."""
 
     def run(bench: Bench, program: Program) -> None:
         block_size, num_blocks, ops = program
@@ -71,7 +71,7 @@ def property_of(*kinds: str, beginning: Sequence[Op] = (), slots: bool = False) 
 
 
 def check_new_table(bench: Bench) -> None:
-    """`TableSession` checks a new table by itself."""
+    """Check new tables of several block sizes; `TableSession` compares them when it is made."""
     search(bench, st.integers(-2, 20), lambda block_size: TableSession(bench, block_size, 2))
 
 
@@ -79,7 +79,7 @@ def check_new_table(bench: Bench) -> None:
 
 
 class RemoteTables:
-    """Makes tables of the student's for an engine: `Tier.block_table`."""
+    """Makes the student's tables for an engine (`Tier.block_table`)."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
@@ -89,15 +89,15 @@ class RemoteTables:
         module, name = self.bench.part
         made = module.call(name, block_size, self.offer(allocator))
         if not isinstance(made, Handle):
-            raise TypeError(f"{name}({block_size}, allocator) gave {made!r}, no table")
+            raise TypeError(f"{name}({block_size}, allocator) returned {made!r} instead of a table")
         return RemoteTable(self, made)
 
     def offer(self, allocator: BlockAllocator) -> OfferedAllocator:
-        """The same wrapping for the same allocator."""
+        """Return the wrapper of an allocator, always the same one."""
         return self._offered.setdefault(id(allocator), OfferedAllocator(allocator))
 
     def outcome(self, answer: Any) -> Any:
-        """What a call returned. Where it raised because an allocator under it is broken, that is what to say."""
+        """Return the answer of a call, or raise its error. A broken allocator under the table takes precedence."""
         if not isinstance(answer, Raised):
             return answer
         broken = [offered.broken for offered in self._offered.values() if offered.broken]
@@ -105,7 +105,7 @@ class RemoteTables:
 
 
 class RemoteTable(contracts.BlockTable):
-    """A student's table as the engine uses it. What was looked at stays known until the next call that changes it."""
+    """A student's table for the engine. Values that were read are cached until the next call that changes them."""
 
     def __init__(self, tables: RemoteTables, inner: Handle) -> None:
         self._tables, self._inner = tables, inner
@@ -140,7 +140,7 @@ class RemoteTable(contracts.BlockTable):
     def fork(self) -> contracts.BlockTable:
         made = self._call("fork")
         if not isinstance(made, Handle):
-            raise TypeError(f"fork() returned {made!r}, no table")
+            raise TypeError(f"fork() returned {made!r} instead of a table")
         return RemoteTable(self._tables, made)
 
     def trim(self, num_tokens: int) -> None:
@@ -169,22 +169,23 @@ class RemoteTable(contracts.BlockTable):
 
 
 def parts_of(bench: Bench) -> Parts:
-    """The student's table, and the student's allocator under it if one was brought along."""
+    """Return the parts of an engine with the student's table, and with the student's allocator if there is one."""
     return Parts({"block_table": RemoteTables(bench)}, carried_allocator(bench))
 
 
 def check_engine(bench: Bench) -> None:
-    """Random workloads: sharing, copy-on-write, prefix caching, both ways of preempting, cancelled requests."""
+    """Check random workloads: sharing, copy-on-write, prefix caching, swap, recomputation, cancelled requests."""
     check_workloads(bench, islice(numbered_workloads(bench.seed), ENGINE_WORKLOADS), partial(parts_of, bench))
 
 
 def check_model(bench: Bench) -> None:
-    """Parallel sampling, beam search and preemption on SmolLM2: the same texts as with the reference's table."""
+    """Check that SmolLM2 writes the same texts as with the reference's table, with parallel sampling, beam search and
+    preemption."""
     check_texts(bench, partial(parts_of, bench))
 
 
 def measure(bench: Bench) -> Performance:
-    """Calls a second of tables that grow as in an engine, in turns with the reference's."""
+    """Measure the calls per second of tables that grow as in an engine, in turns with the reference's tables."""
     num_blocks = 2 * sum(-(-(prompt + TIMED_TOKENS) // TIMED_BLOCK_SIZE) for prompt in TIMED_PROMPTS)
     with bench.beside(Submission.of_reference("block_table", "BlockTable")) as theirs:
 
@@ -202,7 +203,7 @@ def measure(bench: Bench) -> Performance:
 # --- The assignment -------------------------------------------------------------------------------
 
 SHARED = (Op("append_that_fits", 0, 3), Op("fork"))
-"""Two tables with the same blocks, the last partly filled where that can be."""
+"""Steps that make two tables with the same blocks. The last block is partly filled if the block size allows it."""
 
 CHECKS: dict[str, Check] = {
     "a new table": check_new_table,

@@ -1,4 +1,4 @@
-"""Block tables: the reference's, a right one of another kind, and bugs on purpose."""
+"""Block tables: the reference's, a right one written differently, and seeded bugs."""
 
 from __future__ import annotations
 
@@ -12,74 +12,134 @@ RELOCATE, ATOMIC = "relocate", "an append that raises changes nothing"
 REFUSED = "calls that make no sense are refused"
 
 BUGS = {
-    "a block of 0 slots": (NEW, "if block_size < 1:", "if block_size < 0:"),
+    "a block of 0 slots: a table with blocks of 0 slots is made": (NEW, "if block_size < 1:", "if block_size < 0:"),
     "takes a block before it is needed": (
         APPEND,
         "in_all = self._blocks_for(self._num_tokens + num_new_tokens)",
         "in_all = self._blocks_for(self._num_tokens + num_new_tokens + 1)",
     ),
-    "block size forgotten in slots": (
+    "block size forgotten in slots: the block number is not multiplied by the block size": (
         APPEND,
         "self._blocks[position // self.block_size] * self.block_size + position",
         "self._blocks[position // self.block_size] + position",
     ),
-    "slots of physical, not logical blocks": (
+    "slots of physical, not logical blocks: slots are computed without looking into the table": (
         APPEND,
         "self._blocks[position // self.block_size] * self.block_size",
         "(position // self.block_size) * self.block_size",
     ),
-    "copy not in blocks_needed": (
+    "copy not in blocks_needed: blocks_needed does not count the copy of a shared block": (
         NEEDED,
         "- len(self._blocks) + self._writes_into_shared_block(num_new_tokens)\n",
         "- len(self._blocks)\n",
     ),
-    "never copies": (COPY, "return num_new_tokens > 0 and", "return False and"),
-    "copies for no tokens": (NEEDED, "return num_new_tokens > 0 and not", "return not"),
-    "copies the unshared": (NEEDED, "self._allocator.ref_count(self._blocks[-1]) > 1", "True"),
-    "copy not told": (COPY, "copies.append((source, self._blocks[-1]))", "pass"),
-    "fork without references": (COPY, "child.adopt(self._blocks)", "child._blocks = list(self._blocks)"),
-    "fork with one list for two": (
+    "never copies: append writes into a block that others hold": (
+        COPY,
+        "return num_new_tokens > 0 and",
+        "return False and",
+    ),
+    "copies for no tokens: append(0) copies a shared block": (
+        NEEDED,
+        "return num_new_tokens > 0 and not",
+        "return not",
+    ),
+    "copies the unshared: append copies a block that only this table holds": (
+        NEEDED,
+        "self._allocator.ref_count(self._blocks[-1]) > 1",
+        "True",
+    ),
+    "copy not told: append does not return the copied pair of blocks": (
+        COPY,
+        "copies.append((source, self._blocks[-1]))",
+        "pass",
+    ),
+    "fork without references: fork takes no references on the blocks": (
+        COPY,
+        "child.adopt(self._blocks)",
+        "child._blocks = list(self._blocks)",
+    ),
+    "fork with one list for two: both tables have the same list of blocks": (
         COPY,
         "child.adopt(self._blocks)",
         "child.adopt(self._blocks)\n        child._blocks = self._blocks",
     ),
-    "fork forgets a partly filled block": (COPY, "child._num_tokens = self._num_tokens", "pass"),
-    "adopt without references": (SHARE, "self._allocator.share_many(blocks)", "pass"),
-    "adopt half, then raise": (
+    "fork forgets a partly filled block: the fork's num_tokens leaves out the last block's tokens": (
+        COPY,
+        "child._num_tokens = self._num_tokens",
+        "pass",
+    ),
+    "adopt without references: adopt takes no references on the blocks": (
+        SHARE,
+        "self._allocator.share_many(blocks)",
+        "pass",
+    ),
+    "adopt half, then raise: an adopt that raises keeps references on some of the blocks": (
         REFUSED,
         "self._allocator.share_many(blocks)",
         "for block in blocks:\n            self._allocator.share(block)",
     ),
     "adopt into a table that is not empty": (REFUSED, "if self._blocks:\n", "if False:\n"),
-    "trim first first": (TRIM, "free_many(reversed(self._blocks[kept:]))", "free_many(self._blocks[kept:])"),
-    "trim gives the last kept one back": (
+    "trim first first: trim frees the first block first": (
+        TRIM,
+        "free_many(reversed(self._blocks[kept:]))",
+        "free_many(self._blocks[kept:])",
+    ),
+    "trim gives the last kept one back: trim frees a block that still contains kept tokens": (
         TRIM,
         "kept = self._blocks_for(num_tokens)",
         "kept = num_tokens // self.block_size",
     ),
-    "trim gives nothing back": (TRIM, "self._allocator.free_many(reversed(self._blocks[kept:]))", "pass"),
-    "trim grows": (REFUSED, "if not 0 <= num_tokens <= self._num_tokens:", "if not 0 <= num_tokens:"),
-    "replace without a reference": (SHARE, "self._allocator.share(block)", "pass"),
-    "replace keeps the old one": (SHARE, "self._allocator.free(old)", "pass"),
-    "replace frees first": (
+    "trim gives nothing back: trim frees no blocks": (
+        TRIM,
+        "self._allocator.free_many(reversed(self._blocks[kept:]))",
+        "pass",
+    ),
+    "trim grows: trim accepts more tokens than the table has": (
+        REFUSED,
+        "if not 0 <= num_tokens <= self._num_tokens:",
+        "if not 0 <= num_tokens:",
+    ),
+    "replace without a reference: replace takes no reference on the new block": (
+        SHARE,
+        "self._allocator.share(block)",
+        "pass",
+    ),
+    "replace keeps the old one: replace does not free the old block": (SHARE, "self._allocator.free(old)", "pass"),
+    "replace frees first: a replace that raises has already freed the old block": (
         REFUSED,
         "self._allocator.share(block)\n        self._blocks[logical_block] = block\n        self._allocator.free(old)",
         "self._allocator.free(old)\n        self._blocks[logical_block] = block\n        self._allocator.share(block)",
     ),
-    "relocate stays with the old allocator": (
+    "relocate stays with the old allocator: after relocate, blocks still come from the old pool": (
         RELOCATE,
         "        self._allocator = allocator\n\n    def slot",
         "\n    def slot",
     ),
-    "relocate keeps the old blocks": (RELOCATE, "self._allocator.free_many(reversed(self._blocks))\n", "pass\n"),
-    "append half, then raise": (
+    "relocate keeps the old blocks: relocate does not free the old blocks": (
+        RELOCATE,
+        "self._allocator.free_many(reversed(self._blocks))\n",
+        "pass\n",
+    ),
+    "append half, then raise: an append that raises keeps the blocks it has already taken": (
         ATOMIC,
         "new = self._allocator.allocate_many(needed - copied)",
         "new = [self._allocator.allocate() for _ in range(self.blocks_needed(num_new_tokens) - copied)]",
     ),
-    "no copy to be had, new blocks kept": (ATOMIC, "self._allocator.free_many(reversed(new))", "pass"),
-    "slots past the end": (REFUSED, "if not 0 <= start <= stop <= self._num_tokens:", "if not 0 <= start <= stop:"),
-    "fewer tokens than none": (REFUSED, "if num_new_tokens < 0:", "if False:"),
+    "no copy to be had, new blocks kept: if the copy fails, the new blocks are not freed": (
+        ATOMIC,
+        "self._allocator.free_many(reversed(new))",
+        "pass",
+    ),
+    "slots past the end: slot_mapping accepts positions past the last token": (
+        REFUSED,
+        "if not 0 <= start <= stop <= self._num_tokens:",
+        "if not 0 <= start <= stop:",
+    ),
+    "fewer tokens than none: append accepts a negative number of tokens": (
+        REFUSED,
+        "if num_new_tokens < 0:",
+        "if False:",
+    ),
 }
 
 UNUSUAL = '''

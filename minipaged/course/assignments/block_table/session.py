@@ -1,12 +1,12 @@
-"""A student's block tables, call by call, beside a model of right ones.
+"""Calls a student's block tables, and compares each answer with a model.
 
-A `TableSession` makes tables in the worker, over allocators that stay here: every block that a table takes or gives
-back passes through the grader. After each call it compares what was returned, every table's `blocks` and `num_tokens`,
-and the reference count of every block with a model: for each table a list of blocks and a number of tokens.
+A `TableSession` makes tables in the worker, over allocators in the grader, so that the grader sees every block that a
+table takes or frees. After each call it compares the returned value, every table's `blocks` and `num_tokens`, and the
+reference count of every block with a model, which has a list of blocks and a number of tokens for each table.
 
-The tables are named a, b, c, ... There are two pools, `allocator` and `other` (where `relocate` leads, as swapping
-does), and blocks that somebody else holds, as the prefix cache would: `cached0`, `cached1`, ... The session keeps a
-diary; in its events each table is a sequence.
+The tables are named a, b, c, ... There are two pools, `allocator` and `other`; `relocate` moves a table between them,
+as swapping does. Blocks `cached0`, `cached1`, ... are held outside of the tables, as by the prefix cache. In the
+session's events each table is a sequence.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ from minipaged.tiers import plain_parts
 
 
 class OfferedAllocator:
-    """An allocator of ours as the student's tables may use it; notes what was given back, and what broke."""
+    """An allocator of the grader's for the student's tables. It records freed blocks and broken invariants."""
 
     OFFERED: ClassVar[tuple[str, ...]] = (*MEMBERS, "allocate_many", "share_many", "free_many")
 
     def __init__(self, inner: BlockAllocator) -> None:
         self.inner = inner
         self.freed: list[int] = []
-        """Blocks given back since this list was last cleared, in order."""
+        """The blocks freed since this list was last cleared, in order."""
         self.broken: InvariantViolation | None = None
-        """What an allocator under the table broke: in the table's process it is but some error."""
+        """The invariant that the allocator broke. The worker receives it as an error without this type."""
 
     num_blocks = property(lambda self: self.inner.num_blocks)
     num_free = property(lambda self: self.inner.num_free)
 
     def __getattr__(self, method: str) -> Any:
-        """The inner one's, watched."""
+        """Return the inner allocator's method, with recording."""
 
         def call(*args: Any) -> Any:
             try:
@@ -76,7 +76,7 @@ class OfferedAllocator:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One step of a program: what to do, and numbers that choose the table, how many tokens, and so on."""
+    """One step of a program: its kind, and numbers that choose the table, the number of tokens, and so on."""
 
     kind: str
     a: int = 0
@@ -86,7 +86,7 @@ class Op:
 
 @dataclass(slots=True)
 class _ExpectedTable:
-    """One table, as it should be."""
+    """The right state of one table."""
 
     name: str
     number: int
@@ -95,24 +95,24 @@ class _ExpectedTable:
     blocks: list[int] = field(default_factory=list)
     num_tokens: int = 0
     seen: Any = None
-    """`blocks`, as the student's table says."""
+    """The `blocks` that the student's table reports."""
     seen_tokens: Any = None
 
 
 class TableSession(Session):
-    """Some tables of the student's and what they ought to say."""
+    """Several tables of the student's, with a model of their right answers."""
 
-    KIND = "table"
+    KIND = "a table"
 
     def __init__(self, bench: Bench, block_size: int, num_blocks: int, *, slots: bool = False) -> None:
-        """`slots`: compare all slots after each call too."""
+        """With `slots`, all slots are compared after each call too."""
         super().__init__(bench)
         self._slots = slots
         self.block_size, self.num_blocks = block_size, num_blocks
         self._pools = {name: OfferedAllocator(plain_parts()[0](num_blocks)) for name in POOLS}
         self._tables: list[_ExpectedTable] = []
         self._cached: list[int] = []
-        """Blocks of the first pool that somebody else holds."""
+        """Blocks of the first pool that are held outside of the tables."""
         size = max(1, block_size)
         self._events: list[Event] = [EngineStarted(num_blocks, num_blocks, size, size * num_blocks)]
         self._step = 0
@@ -124,14 +124,14 @@ class TableSession(Session):
             self._new()
 
     def run(self, ops: Sequence[Op]) -> None:
-        """Do what makes sense: a step without a table or block to name is left out."""
+        """Carry out the steps. A step that lacks a table or block is left out."""
         for op in ops:
             self._step += 1
             self._events.append(StepStarted(self._step))
             getattr(self, f"_{op.kind}")(op)
             self._events.append(StepFinished(self._step, 1, 1, 0.0))
 
-    # --- What programs consist of -----------------------------------------------------------------
+    # --- The steps of programs --------------------------------------------------------------------
 
     def _new(self, op: Op | None = None) -> None:
         name = letter(len(self._tables))
@@ -149,14 +149,14 @@ class TableSession(Session):
         self._succeed_to_append(table, n)
 
     def _append_too_many(self, op: Op) -> None:
-        """So many that a single block is missing."""
+        """Append the fewest tokens that do not fit; a single block is missing."""
         table, n = self._table(op), 1
         while self._needed(table, n) <= self._pools[table.pool].num_free:
             n += 1
         self._append(Op("append", op.a, n))
 
     def _append_that_fits(self, op: Op) -> None:
-        """As many tokens as there is room for."""
+        """Append `b` tokens, or as many as fit."""
         table, n = self._table(op), op.b
         while self._needed(table, n) > self._pools[table.pool].num_free:
             n -= 1
@@ -181,14 +181,14 @@ class TableSession(Session):
             )
         if found[:kept] != before[:kept]:
             self._fail(
-                f"{shown} changed blocks in which tokens are already: {before[:kept]} became {found[:kept]}",
+                f"{shown} changed blocks that already contain tokens: {before[:kept]} became {found[:kept]}",
                 f"assert list({table.name}.blocks)[:{kept}] == before[:{kept}], list({table.name}.blocks)",
                 invariant=Invariant.CONTENT,
             )
         if copies and found[kept] == before[kept]:
             self._fail(
-                f"{shown} is to write into block {before[kept]}, which {self._holders(table.pool, before[kept])} "
-                "hold: it needs a copy of its own",
+                f"{shown} will write into block {before[kept]}, which is held by "
+                f"{self._holders(table.pool, before[kept])}: the table needs a copy of its own",
                 f"assert {table.name}.blocks[{kept}] != before[{kept}], 'it writes into a block that others hold'",
                 invariant=Invariant.EXCLUSIVE_WRITE,
             )
@@ -212,7 +212,7 @@ class TableSession(Session):
             right = f"[(before[{kept}], {table.name}.blocks[{kept}])]" if copies else "[]"
             self._fail(
                 f"{shown} {said(answer)}; it should return {expected}"
-                + (f": block {before[kept]} was copied to {found[kept]}" if copies else ": nothing is to be copied"),
+                + (f": block {before[kept]} was copied to {found[kept]}" if copies else ": no block needs a copy"),
                 f"assert list(copies) == {right}, copies",
                 invariant=Invariant.CONTENT if copies else Invariant.EXCLUSIVE_WRITE,
             )
@@ -251,7 +251,7 @@ class TableSession(Session):
         self._lines.append(f"{name} = {shown}")
         made = self._call(parent, "fork", (), shown)
         if not isinstance(made, Handle):
-            self._fail(f"{shown} {said(made)}, no table", f"assert hasattr({name}, 'blocks')")
+            self._fail(f"{shown} {said(made)} instead of a table", f"assert hasattr({name}, 'blocks')")
         if any(made.number == table.handle.number for table in self._tables):
             self._fail(f"{shown} returned the table itself", f"assert {name} is not {parent.name}")
         self._add(name, made, parent.pool)
@@ -264,7 +264,7 @@ class TableSession(Session):
         self._trim_to(table, op.b % (table.num_tokens + 1))
 
     def _trim_in_any_order(self, op: Op) -> None:
-        """For tests that are about something else."""
+        """Trim without checking the order of the freed blocks, in tests about something else."""
         table = self._table(op)
         self._trim_to(table, op.b % (table.num_tokens + 1), in_any_order=True)
 
@@ -294,13 +294,13 @@ class TableSession(Session):
                 shown,
             ]
             self._fail(
-                f"{shown} gave back {freed}; last first would be {expected}",
+                f"{shown} freed the blocks {freed}; it should free the last one first: {expected}",
                 f"assert freed == before[{kept}:][::-1], freed",
                 invariant=Invariant.EXACT_REFERENCES,
             )
 
     def _hold(self, op: Op) -> None:
-        """Somebody else (the prefix cache, say) holds a block."""
+        """Allocate a block that is held outside of the tables, as by the prefix cache."""
         pool = self._pools["allocator"]
         if pool.num_free:
             self._lines.append(f"cached{len(self._cached)} = allocator.allocate()")
@@ -356,7 +356,7 @@ class TableSession(Session):
         self._events.append(SwappedOut(request, moved) if target == "other" else SwappedIn(request, moved))
         self._compare(shown, "list(moved)")
 
-    # --- What makes no sense ----------------------------------------------------------------------
+    # --- Calls that have to be refused ------------------------------------------------------------
 
     def _bad_trim(self, op: Op) -> None:
         table = self._table(op)
@@ -377,21 +377,24 @@ class TableSession(Session):
             self._refused(table, "adopt([cached0])", ([self._cached[0]],), ValueError, "the table is not empty")
         elif (free := self._a_free_block()) is not None:
             shown = f"adopt([cached0, {free}])"
-            why = f"nobody holds block {free}"
+            why = f"block {free} is not held"
             self._refused(table, shown, ([self._cached[0], free],), BlockNotAllocated, why)
 
     def _bad_replace(self, op: Op) -> None:
         table = self._table(op)
         free = self._a_free_block()
         if table.pool == "allocator" and table.blocks and free is not None:
-            self._refused(table, f"replace(0, {free})", (0, free), BlockNotAllocated, f"nobody holds block {free}")
+            self._refused(table, f"replace(0, {free})", (0, free), BlockNotAllocated, f"block {free} is not held")
 
     def _bad_append(self, op: Op) -> None:
         n = -1 - op.b % 2
-        self._refused(self._table(op), f"append({n})", (n,), ValueError, "that is less than nothing")
+        self._refused(self._table(op), f"append({n})", (n,), ValueError, "the number of tokens is negative")
 
     def _a_free_block(self) -> int | None:
-        """One that is free whatever order blocks are taken in: none, unless hardly any is left. Scripts name it."""
+        """Return the number of a free block for a script, or None.
+
+        It is one that stays free in whatever order tables take blocks, so there may be none.
+        """
         pool = self._pools["allocator"]
         free = [block for block in range(self.num_blocks) if pool.ref_count(block) == 0]
         return free[-1] if free else None
@@ -399,7 +402,7 @@ class TableSession(Session):
     def _refused(
         self, table: _ExpectedTable, call: str, args: tuple[Any, ...], error: type[Exception], why: str
     ) -> None:
-        """A call that has to raise and to change nothing."""
+        """Make a call that has to raise this error and change nothing."""
         shown = f"{table.name}.{call}"
         self._lines += [f"before = list({table.name}.blocks)", *must_raise(error.__name__, shown, why)]
         [answer] = self._ask([(table.handle, call.partition("(")[0], args)], shown)
@@ -410,7 +413,7 @@ class TableSession(Session):
             self._raised(call.partition("(")[0], answer.error, shown, f"; it has to raise {error.__name__}: {why}")
         self._compare(shown, "before", refused=True)
 
-    # --- What is right ----------------------------------------------------------------------------
+    # --- The model --------------------------------------------------------------------------------
 
     def _table(self, op: Op) -> _ExpectedTable:
         return self._tables[op.a % len(self._tables)]
@@ -433,12 +436,12 @@ class TableSession(Session):
     def _holders(self, pool: str, block: int) -> str:
         names = [table.name for table in self._tables if table.pool == pool and block in table.blocks]
         names += [f"cached{i}" for i, one in enumerate(self._cached) if one == block and pool == "allocator"]
-        return " and ".join(names) or "nobody"
+        return " and ".join(names) or "no table"
 
     # --- Comparing --------------------------------------------------------------------------------
 
     def _look(self, shown: str) -> None:
-        """See what each table says."""
+        """Read each table's `blocks` and `num_tokens`."""
         looks = [(table.handle, member, None) for table in self._tables for member in ("blocks", "num_tokens")]
         answers = self._ask(looks, shown)
         for table, blocks, num_tokens in zip(self._tables, answers[::2], answers[1::2], strict=True):
@@ -457,12 +460,15 @@ class TableSession(Session):
                 self._raised(member, value.error, f"after {shown}, {table.name}.{member}")
         if not isinstance(table.seen, list) or not all(type(block) is int for block in table.seen):
             self._fail(
-                f"{table.name}.blocks {said(table.seen).replace('returned', 'is')}, no list of block numbers",
+                f"{table.name}.blocks {said(table.seen).replace('returned', 'is')} instead of a list of block numbers",
                 f"assert all(isinstance(block, int) for block in list({table.name}.blocks))",
             )
 
     def _compare(self, shown: str, blocks_then: str = "", *, refused: bool = False) -> None:
-        """Everything with the model. `blocks_then`: how a script says what the called table's blocks have to be."""
+        """Compare the state of all tables and pools with the model.
+
+        `blocks_then` is the script's expression for the right blocks of the called table.
+        """
         self._look(shown)
         says, broken = f"after {shown}", Invariant.CONTENT
         if refused:
@@ -474,7 +480,7 @@ class TableSession(Session):
                 then = blocks_then if called and blocks_then else ""
                 if shown.endswith("fork()"):
                     then = f"list({shown.partition('.')[0]}.blocks)" if table is self._tables[-1] else ""
-                if not then:  # a table that the call was not about
+                if not then:  # another table than the one called
                     position = next(i for i in reversed(range(len(self._lines))) if shown in self._lines[i])
                     self._lines.insert(position, f"unchanged = list({table.name}.blocks)")
                     then = "unchanged"
@@ -501,7 +507,7 @@ class TableSession(Session):
             if count == right:
                 continue
             message = f"{says} block {block} has reference count {count} in {name}; it should be {right} "
-            message += f"({self._holders(name, block)})" if right else "(nobody has it in a table)"
+            message += f"({self._holders(name, block)})" if right else "(no table has it)"
             if right:
                 holder = next((f"cached{i}" for i, b in enumerate(self._cached) if b == block), "")
                 for table in self._tables:
@@ -538,12 +544,12 @@ class TableSession(Session):
         self._events += [RequestArrived(f"r{number}", number, (0,), 1), RequestAdmitted(f"r{number}")]
 
     def _call(self, table: _ExpectedTable, method: str, args: tuple[Any, ...], shown: str) -> Any:
-        """A call that has to succeed."""
+        """Make a call that has to succeed, and return its answer."""
         [answer] = self._ask([(table.handle, method, args)], shown)
         if isinstance(answer, Raised):
             self._look(shown)
             free = self._pools[table.pool].num_free
-            known = f", with {free} blocks free" if isinstance(answer.error, OutOfBlocks) else ""
+            known = f", but {free} blocks are free" if isinstance(answer.error, OutOfBlocks) else ""
             self._raised(method, answer.error, shown, known)
         return answer
 
@@ -559,7 +565,7 @@ class TableSession(Session):
     def _draw(self) -> tuple[str, ...]:
         rows = [["table", "tokens", "blocks", "your table says"]]
         for table in self._tables[:6]:
-            where = "" if table.pool == "allocator" else " of the other pool"
+            where = "" if table.pool == "allocator" else " in the other pool"
             said = "?" if table.seen is None else f"{table.seen_tokens} tokens, {table.seen}"
             if isinstance(table.seen, Raised):
                 said = "raises"
@@ -583,7 +589,7 @@ POOLS = ("allocator", "other")
 
 
 def _without_idle(lines: list[str]) -> list[str]:
-    """Leave out what nothing refers to: the second pool, `before`, names of results."""
+    """Remove unused names from a script: the second pool, `before`, names of results."""
     kept: list[str] = []
     for number, line in enumerate(lines):
         name, equals, call = line.partition(" = ")
@@ -602,7 +608,7 @@ def _without_idle(lines: list[str]) -> list[str]:
 
 
 def _listed(value: Any) -> list[Any] | None:
-    """A list, tuple or array as a list; None for anything else."""
+    """Return a list, tuple or array as a list, and None for anything else."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     return list(value) if isinstance(value, list | tuple) else None

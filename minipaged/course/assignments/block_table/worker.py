@@ -1,7 +1,7 @@
-"""What runs in the worker beside a student's block tables: the time that they take.
+"""Times a student's block tables in the worker.
 
-Loaded before the student's file. The allocator under the tables is the reference's, in the worker too: a call that
-crosses to the grader takes longer than the work that is to be measured.
+The module is loaded before the student's file. The tables use the reference's allocator, which is in the worker too,
+since a call to the grader takes longer than the work to be measured.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 def seconds(
     module: ModuleType, name: str, block_size: int, allocator: Any, prompts: Sequence[int], num_tokens: int
 ) -> float:
-    """How long the tables of some requests take: prompts of these lengths, a fork of each, then token by token."""
+    """Return the seconds for tables of prompts with these lengths, a fork of each, and then growth token by token."""
     tables = [getattr(module, name)(block_size, allocator) for _ in prompts]
     started = time.perf_counter()
     for table, prompt in zip(tables, prompts, strict=True):

@@ -1,7 +1,7 @@
-"""Inputs for paged attention, and what is right for them. A failing case becomes a script that has all it needs.
+"""Inputs for paged attention, and their right outputs. A failing case becomes a self-contained script.
 
-The yardstick is softmax attention in float64 over keys and values that lie in one piece. In the cache every sequence's
-blocks are at random places, and what no token owns holds NaN, or 0 where a case is about something else.
+The right output is softmax attention in float64 over contiguous keys and values. In the cache every sequence's blocks
+are at random places. Slots without a token contain NaN, or 0 in cases about something else.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def make_inputs(
     empty: Any,
     dtype: Any,
 ) -> Any:
-    """Query, keys and values of each sequence, the cache's blocks, and the block tables."""
+    """Return the query, each sequence's keys and values, the cache's blocks, and the block tables."""
     rng = np.random.default_rng(seed)
     query = (size * rng.standard_normal((sum(queries), heads, head_dim))).astype(dtype)
     keys = [(size * rng.standard_normal((n, kv_heads, head_dim))).astype(dtype) for n in contexts]
     values = [rng.standard_normal((n, kv_heads, head_dim)).astype(dtype) for n in contexts]
     num_blocks = [-(-n // block_size) for n in contexts]
-    free = rng.permutation(sum(num_blocks) + 2)  # two blocks are nobody's
+    free = rng.permutation(sum(num_blocks) + 2)  # two blocks stay free
     blocks = np.full((len(free), 1, 2, block_size, kv_heads, head_dim), empty, dtype)  # 1 layer; keys, values
     tables = np.full((len(contexts), max(num_blocks) + 1), -1)
     for s, n in enumerate(contexts):
@@ -51,7 +51,7 @@ def make_inputs(
 
 
 def softmax_attention(query: Any, keys: Any, values: Any, queries: Any, scale: Any) -> Any:
-    """What is right: attention in float64, each sequence's keys and values in one piece."""
+    """Return the right output: attention in float64 over each sequence's contiguous keys and values."""
     outputs = []
     for q, k, v in zip(np.split(query, np.cumsum(queries)[:-1]), keys, values, strict=True):
         group = q.shape[1] // k.shape[1]  # query heads that read the same key/value head
@@ -66,7 +66,7 @@ def softmax_attention(query: Any, keys: Any, values: Any, queries: Any, scale: A
 
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
-    """One call of `paged_attention`. Contexts and queries: how many tokens each sequence has, and how many are new."""
+    """One call of `paged_attention`. Each sequence has `contexts` tokens, and `queries` of them are new."""
 
     block_size: int
     contexts: tuple[int, ...]
@@ -76,9 +76,9 @@ class AttentionCase:
     head_dim: int = 4
     seed: int = 0
     size: float = 1.0
-    """What queries and keys are multiplied by: 100 makes scores of ten thousand."""
+    """The factor of queries and keys: 100 makes scores of ten thousand."""
     empty: float = 0.0
-    """What lies where no token is."""
+    """The content of slots without a token."""
 
     @property
     def scale(self) -> float:
@@ -96,14 +96,14 @@ class AttentionCase:
         return inputs
 
     def arguments(self, bench: Bench) -> tuple[Any, ...]:
-        """Those of `paged_attention`, the cache in the worker."""
+        """Return the arguments of `paged_attention`, with a cache in the worker."""
         query, _, _, blocks, tables = self.inputs()
         cache = filled_cache(bench, blocks)
         start = np.concatenate(([0], np.cumsum(self.queries)))
         return query, cache, 0, tables, start, np.array(self.contexts), self.scale
 
     def check(self, bench: Bench) -> None:
-        """Raises Failed when the student's function gives something else than is right."""
+        """Raise Failed if the student's function returns a wrong output or changes its arguments."""
         query, keys, values, blocks, tables = self.inputs()
         right = softmax_attention(query, keys, values, self.queries, self.scale)
         module, name = bench.part
@@ -121,17 +121,17 @@ class AttentionCase:
             raise Failed(tell(message))
         if changed or touched:
             what = "the KV cache" if changed else touched[0]
-            raise Failed(tell(f"{name} changed {what}: attention reads, and leaves everything as it was", changed=True))
+            raise Failed(tell(f"{name} changed {what}; attention must not change its arguments", changed=True))
 
     def _wrong(self, output: Any, right: Any, dtype: Any) -> str:
-        """What is wrong with the output, in a sentence; empty when it is right."""
+        """Return a sentence on what is wrong with the output, or an empty string if it is right."""
         if not isinstance(output, np.ndarray):
             kind = output.kind if isinstance(output, Handle) else type(output).__name__
-            return f"it returned an object of type {kind}, no array"
+            return f"it returned an object of type {kind}, not an array"
         if output.shape != right.shape:
             return f"it returned an array of shape {output.shape}; it should be [tokens, heads, head_dim] {right.shape}"
         if output.dtype != dtype:
-            return f"it returned {output.dtype}; queries of {dtype} should give {dtype}"
+            return f"it returned an array of {output.dtype}; it should be {dtype}, like the query"
         error = np.abs(output - right).max(axis=-1)  # [tokens, heads]
         wrong = np.argwhere(~(error <= self.tolerance))
         if not len(wrong):
@@ -142,8 +142,8 @@ class AttentionCase:
         position = self.contexts[s] - int(ends[s]) + token
         where = f"sequence {s}, position {position} (of {self.contexts[s]}), query head {head}"
         found, should = (np.array2string(row[token, head, :3], precision=3, separator=", ") for row in (output, right))
-        more = "of 3 dimensions " if self.head_dim > 3 else ""
-        return f"{where}: the output {more}is {found}; it should be {should}"
+        more = "begins with " if self.head_dim > 3 else "is "
+        return f"{where}: the output {more}{found}; it should be {should}"
 
     def _failure(self, bench: Bench, tables: Any, message: str, *, changed: bool = False, **more: Any) -> Failure:
         name = bench.part[1]
@@ -151,10 +151,10 @@ class AttentionCase:
         made = f"make_inputs({self.seed}, {sizes}, np.float32)"
         body = [
             *sources_of(make_inputs, softmax_attention),
-            f"contexts, queries = {list(self.contexts)}, {list(self.queries)}  # of each sequence: tokens, new tokens",
+            f"contexts, queries = {list(self.contexts)}, {list(self.queries)}  # each sequence's tokens and new tokens",
             f"heads, kv_heads, head_dim = {self.heads}, {self.kv_heads}, {self.head_dim}",
             f"block_size = {self.block_size}",
-            f'size, empty = {self.size}, float("{self.empty}")  # of scores; what lies where no token is',
+            f'size, empty = {self.size}, float("{self.empty}")  # factor of queries and keys; content of unused slots',
             f"inputs = {made}",
             "query, keys, values, blocks, block_tables = inputs",
             "kv_cache = KVCache(1, len(blocks), block_size, kv_heads, head_dim)",
@@ -162,7 +162,7 @@ class AttentionCase:
             "query_start, scale = np.concatenate(([0], np.cumsum(queries))), float(1 / np.sqrt(head_dim))",
             f"output = {name}(query, kv_cache, 0, block_tables, query_start, np.array(contexts), scale)",
             "expected = softmax_attention(query, keys, values, queries, scale)",
-            'assert isinstance(output, np.ndarray), f"no array: {output!r}"',
+            'assert isinstance(output, np.ndarray), f"not an array: {output!r}"',
             'assert output.shape == expected.shape, f"{output.shape} is not {expected.shape}"',
             'assert output.dtype == query.dtype, f"{output.dtype} is not {query.dtype}"',
             f"right = (abs(output - expected) <= {self.tolerance}).all(axis=-1)  # [tokens, heads]",
@@ -188,7 +188,7 @@ class AttentionCase:
 
 
 def events_of(block_size: int, contexts: Sequence[int], tables: Any, message: str) -> tuple[Event, ...]:
-    """Sequences that have their blocks, as events; then the call that fails."""
+    """Return events in which the sequences get their blocks, and then the call fails."""
     num_blocks = int((tables >= 0).sum()) + 2
     events: list[Event] = [EngineStarted(num_blocks, 0, block_size, num_blocks * block_size)]
     for s, n in enumerate(contexts):
@@ -199,7 +199,7 @@ def events_of(block_size: int, contexts: Sequence[int], tables: Any, message: st
 
 
 def filled_cache(bench: Bench, blocks: Any) -> Any:
-    """A KV cache in the worker that holds these blocks."""
+    """Make a KV cache in the worker with these blocks."""
     num_blocks, layers, _, block_size, kv_heads, head_dim = blocks.shape
     cache_module, worker = bench.process.modules
     cache = cache_module.call("KVCache", layers, num_blocks, block_size, kv_heads, head_dim)

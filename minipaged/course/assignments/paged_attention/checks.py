@@ -1,10 +1,10 @@
 """Assignment 3, `paged-attention`: online-softmax attention over blocks, in NumPy (paper, section 4.1, Eq. 4).
 
-The properties are single calls with random keys and values, compared with softmax attention in float64; what fails is
-shortened to the smallest batch that shows it. One test measures memory: what grows with the context has been gathered,
-or its scores kept. Then the reference's Llama runs with the student's attention, first a small one with random weights
-under a real engine that shares, copies and swaps blocks, then SmolLM2; both have to write the reference's tokens. The
-Llama runs here, the KV cache and the student's function are in the worker.
+The properties are single calls with random keys and values, compared with softmax attention in float64; Hypothesis
+shrinks a failing batch. One test measures memory: if it grows with the context, the part gathers the keys or keeps all
+scores. Then the reference's Llama runs with the student's attention: first a small one with random weights under a real
+engine that shares, copies and swaps blocks, then SmolLM2. Both have to write the reference's tokens. The Llama runs in
+the grader; the KV cache and the student's function are in the worker.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from minipaged.tiers import choose_tier
 
 ENGINE_RUNS = 4
 SHORT, LONG = 1024, 4096
-"""Contexts whose memory is compared."""
+"""The context lengths whose memory use is compared."""
 BYTES_A_POSITION = 16
-"""That a position more may take. Its keys and values are 64 bytes in this test, its scores 128."""
+"""The most bytes per additional position. In this test its keys and values take 64 bytes, and its scores 128."""
 ROUNDS = 5
-"""Measurements of speed, of which the fastest counts."""
+"""The number of speed measurements; the fastest one counts."""
 
 
 # --- Properties -----------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ def cases(
     size: float = 1.0,
     empty: float = 0.0,
 ) -> st.SearchStrategy[AttentionCase]:
-    """Cases of one kind. `causal`: with several new tokens a sequence; `grouped`: with several heads."""
+    """Return a strategy for cases. With `causal`, sequences have several new tokens; with `grouped`, several heads."""
 
     any_size = st.integers(1, 16) | st.sampled_from([32, 64, 100, 128, 255, 256])
 
@@ -87,12 +87,12 @@ def cases(
 
 
 def property_of(inputs: st.SearchStrategy[AttentionCase]) -> Callable[[Bench], None]:
-    """A check of such cases."""
+    """Return a check of such cases."""
     return lambda bench: search(bench, inputs, lambda case: case.check(bench))
 
 
 def check_memory(bench: Bench) -> None:
-    """One query with a long context, beside one with a shorter."""
+    """Compare the memory of one query with a short and with a long context."""
     module, name = bench.part
     peaks = []
     for context in (SHORT, LONG):
@@ -102,8 +102,8 @@ def check_memory(bench: Bench) -> None:
     a_position = (peaks[1] - peaks[0]) / (LONG - SHORT)
     if a_position > BYTES_A_POSITION:
         message = (
-            f"with {SHORT} positions it needs {peaks[0]:,} bytes at a time, with {LONG} {peaks[1]:,}: {a_position:.0f} "
-            "for each position more (its keys are 32, its values 32, its scores 128)"
+            f"its peak memory is {peaks[0]:,} bytes for {SHORT} positions and {peaks[1]:,} bytes for {LONG}: "
+            f"{a_position:.0f} bytes for each additional position (its keys take 32, its values 32, its scores 128)"
         )
         imports = ["import numpy as np", "from minipaged.reference.kv_cache import KVCache"]
         lines = MEMORY_SCRIPT.format(
@@ -125,7 +125,7 @@ for context in ({short}, {long}):
     {name}(*arguments)
     peaks.append(tracemalloc.get_traced_memory()[1])
     tracemalloc.stop()
-assert peaks[1] - peaks[0] <= {most} * {more}, f"bytes needed at a time: {{peaks}}"
+assert peaks[1] - peaks[0] <= {most} * {more}, f"peak memory in bytes: {{peaks}}"
 """
 
 
@@ -133,10 +133,10 @@ assert peaks[1] - peaks[0] <= {most} * {more}, f"bytes needed at a time: {{peaks
 
 
 class RemoteCache:
-    """The KV cache of a Llama that runs here, in the worker. What changes it is sent with the next attention."""
+    """A KV cache in the worker, for a Llama in the grader. Changes are sent with the next attention call."""
 
     def __init__(self, bench: Bench, like: Any) -> None:
-        """`like`: the cache that this one takes the place of."""
+        """Make a cache with the sizes of `like`, which it replaces."""
         self._bench = bench
         self.block_size = like.block_size
         sizes = (like.num_layers, like.num_blocks, like.block_size, like.num_kv_heads, like.head_dim)
@@ -161,7 +161,7 @@ class RemoteCache:
         self._pending.append((self._cache, "poison", (list(blocks),)))
 
     def attend(self, query: Any, kv_cache: Any, layer: int, tables: Any, start: Any, lens: Any, scale: float) -> Any:
-        """Takes the place of `paged_attention` in the Llama."""
+        """Call the student's function; replaces `paged_attention` in the Llama."""
         assert kv_cache is self
         arguments = (*self._bench.part, query, self._cache, layer, tables, start, lens, scale)
         answers = self._bench.process.batch([*self._pending, (self._bench.process.modules[1], "attend", arguments)])
@@ -171,12 +171,12 @@ class RemoteCache:
                 raise answer.error
         output = answers[-1][0]
         if not isinstance(output, np.ndarray) or output.shape != query.shape:
-            raise TypeError(f"it returned {getattr(output, 'shape', output)!r}, no array of shape {query.shape}")
+            raise TypeError(f"it returned {getattr(output, 'shape', output)!r}, not an array of shape {query.shape}")
         return output
 
 
 def put_in(bench: Bench, runner: Any) -> None:
-    """Let the reference's Llama compute with the student's attention."""
+    """Make the reference's Llama use the student's attention."""
     runner.kv_cache = RemoteCache(bench, runner.kv_cache)
     runner.attend = runner.kv_cache.attend
 
@@ -189,8 +189,10 @@ def compare(
     settings: Mapping[str, Any],
     work: Sequence[tuple[list[int], SamplingParams]],
 ) -> None:
-    """The tokens that the model writes have to be the same with the student's part, which `put` puts into the runner,
-    as without. Raises Failed."""
+    """Check that the model writes the same tokens with the student's part as without it. Raises Failed.
+
+    `put` puts the part into the runner.
+    """
     prompts, params = (list(each) for each in zip(*work, strict=True))
 
     def tokens(llm: LLM) -> list[list[int]]:
@@ -214,7 +216,7 @@ def compare(
 
 
 def scarce(slots: int, block_size: int, **more: Any) -> dict[str, Any]:
-    """Settings of a pool of so many slots: too small for all at once, so that some are swapped."""
+    """Return LLM settings with a pool of `slots` slots, too small for all requests, so that some are swapped."""
     blocks = -(-slots // block_size)
     sizes = {"num_blocks": blocks, "num_swap_blocks": blocks, "block_size": block_size}
     return {**sizes, "preemption": "swap", "debug": True, **more}
@@ -239,7 +241,7 @@ SMALL = ModelConfig(
 
 
 def random_weights(rng: np.random.Generator) -> dict[str, Any]:
-    """For the small Llama; large, so that no two logits come close."""
+    """Return weights for the small Llama. They are large, so that no two logits are close."""
     shapes = {"model.embed_tokens.weight": (64, 32), "model.norm.weight": (32,)}
     for layer in range(SMALL.num_hidden_layers):
         parts = {"q_proj": (32, 32), "k_proj": (16, 32), "v_proj": (16, 32), "o_proj": (32, 32)}
@@ -255,7 +257,7 @@ def random_weights(rng: np.random.Generator) -> dict[str, Any]:
 
 
 def check_engine(bench: Bench) -> None:
-    """Prompts in chunks, forks and copies, prefix caching, swapping; free blocks hold NaN."""
+    """Check a small Llama with chunked prompts, forks, copies, prefix caching and swapping; free blocks contain NaN."""
     for run in range(ENGINE_RUNS):
         rng = np.random.default_rng([bench.seed, run])
         stem = rng.integers(0, 64, 9).tolist()
@@ -275,7 +277,7 @@ def check_engine(bench: Bench) -> None:
 
 
 def check_model(bench: Bench) -> None:
-    """Greedy tokens of SmolLM2."""
+    """Check SmolLM2's greedy tokens."""
     loaded = LoadedModel.load(bench.model, "reference")
     assert loaded.tokenizer
     params = SamplingParams(temperature=0, max_tokens=8)
@@ -290,11 +292,11 @@ TIMED = (
     AttentionCase(block_size=16, contexts=(512,) * 8, queries=(1,) * 8, heads=9, kv_heads=3, head_dim=64),
     AttentionCase(block_size=16, contexts=(128,), queries=(128,), heads=9, kv_heads=3, head_dim=64),
 )
-"""Eight sequences that decode, and a prompt; heads as SmolLM2 has them."""
+"""The timed calls: eight sequences that decode, and one prompt, with SmolLM2's heads."""
 
 
 def measure(bench: Bench) -> Performance:
-    """Scores a second (one query, one key, one head), in turns with the reference's loop."""
+    """Measure the scores per second, in turns with the reference's. A score is one query, one key, one head."""
     with bench.beside(Submission.of_reference("attention", "paged_attention")) as theirs:
         benches = (bench, theirs)
         total = [0.0, 0.0]

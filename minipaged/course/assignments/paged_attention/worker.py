@@ -1,6 +1,6 @@
-"""What runs in the worker beside a student's paged attention: its KV cache filled, its memory and its time measured.
+"""Runs in the worker with a student's paged attention: fills the KV cache, and measures memory and time.
 
-Loaded before the student's file. Nothing here knows what attention gives; the cache is the project's own.
+The module is loaded before the student's file. It does not compute attention; the cache is the reference's.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Any
 import numpy as np
 
 Arguments = tuple[Any, ...]
-"""Those of `paged_attention`."""
+"""The arguments of `paged_attention`."""
 
 
 def fill(kv_cache: Any, blocks: Any) -> Any:
-    """Let the cache hold these blocks: [num_blocks, layers, 2, block_size, kv_heads, head_dim]."""
+    """Write these blocks into the cache: [num_blocks, layers, 2, block_size, kv_heads, head_dim]."""
     kv_cache.device_blocks[:] = blocks
     return kv_cache
 
 
 def changed(kv_cache: Any, blocks: Any) -> bool:
-    """Whether the cache holds anything else than these blocks."""
+    """Whether the cache's content differs from these blocks."""
     return not np.array_equal(kv_cache.device_blocks, blocks, equal_nan=True)
 
 
 def attend(module: ModuleType, name: str, *arguments: Any) -> tuple[Any, list[str]]:
-    """What the function returns, and which of its arguments it changed."""
+    """Return the function's output, and the names of the arguments that it changed."""
     names = ("query", "kv_cache", "layer", "block_tables", "query_start", "context_lens", "scale")
     before = [argument.copy() if isinstance(argument, np.ndarray) else None for argument in arguments]
     output = getattr(module, name)(*arguments)
@@ -37,24 +37,24 @@ def attend(module: ModuleType, name: str, *arguments: Any) -> tuple[Any, list[st
 
 
 def peak_bytes(module: ModuleType, name: str, *arguments: Any) -> int:
-    """The most memory that the function has at one time, in bytes. NumPy tells tracemalloc of its arrays."""
+    """Return the function's peak memory in bytes, measured by tracemalloc, which counts NumPy's arrays."""
     function = getattr(module, name)
-    function(*arguments)  # once before: what is kept between calls is not counted
+    function(*arguments)  # a first call, so that memory kept between calls is not counted
     tracemalloc.start()
     try:
-        np.ones(2048)  # 16 kB, gone at once: a peak that is lower has been reset
+        np.ones(2048)  # 16 kB, freed again: a lower peak later means that it was reset
         before = tracemalloc.get_traced_memory()[1]
         function(*arguments)
         peak = tracemalloc.get_traced_memory()[1]
         if peak < before:
-            raise RuntimeError("the submission stopped tracemalloc, or reset what it had counted")
+            raise RuntimeError("the submission stopped tracemalloc, or reset its peak")
         return peak
     finally:
         tracemalloc.stop()
 
 
 def seconds(module: ModuleType, name: str, *arguments: Any) -> float:
-    """How long one call takes."""
+    """Return the seconds that one call takes."""
     function = getattr(module, name)
     started = time.perf_counter()
     function(*arguments)

@@ -1,7 +1,8 @@
-"""Inputs for a quantizer, and whether what comes of them is right. A failing case becomes a script that has it all.
+"""Inputs for a quantizer, and checks of its output. A failing case becomes a self-contained script.
 
-What is right is said by functions that the grader and the scripts share: `wrong_...` gives a sentence, or nothing. The
-yardstick is float64, bits as a whole number of Python's, and for GPTQ the equations that its formula solves.
+The checks are functions that the grader and the scripts share: `wrong_...` returns a sentence on the mistake, or an
+empty string. They compute in float64; they pack bits into a Python integer, and solve the equations that GPTQ's formula
+is for.
 """
 
 from __future__ import annotations
@@ -20,27 +21,27 @@ from minipaged.course.grader.session import telling
 from minipaged.course.sandbox.contract import Handle
 from minipaged.models.quantized.stored import pack
 
-# --- What is right ----------------------------------------------------------------------------------
+# --- Checks -----------------------------------------------------------------------------------------
 
 
 def wrong_array(name: Any, array: Any, shape: Any, dtype: Any) -> Any:
-    """What keeps it from being such an array, in a sentence; empty where nothing does."""
+    """Return a sentence if this is not an array of this shape and dtype, or an empty string."""
     if not isinstance(array, np.ndarray):
-        return f"{name}: an object of type {getattr(array, 'kind', type(array).__name__)}, no array"
+        return f"{name}: an object of type {getattr(array, 'kind', type(array).__name__)}, not an array"
     if array.shape != shape or array.dtype != dtype:
         return f"{name}: {array.dtype} of shape {array.shape}; it should be {np.dtype(dtype)} of shape {shape}"
     return ""
 
 
 def packed_right(codes: Any, bits: Any) -> Any:
-    """Each row as one whole number, the first code in its lowest bits; cut into bytes."""
+    """Return the right bytes: each row is one integer with the first code in the lowest bits, cut into bytes."""
     numbers = [sum(int(code) << (i * bits) for i, code in enumerate(row)) for row in codes]
     num_bytes = -(-len(codes[0]) * bits // 8)
     return np.array([list(number.to_bytes(num_bytes, "little")) for number in numbers], np.uint8)
 
 
 def wrong_packing(codes: Any, bits: Any, packed: Any) -> Any:
-    """What is wrong with the bytes of these codes."""
+    """Return a sentence on what is wrong with the packed bytes of these codes, or an empty string."""
     right = packed_right(codes, bits)
     if wrong := wrong_array("pack returned", packed, right.shape, np.uint8):
         return wrong
@@ -51,7 +52,7 @@ def wrong_packing(codes: Any, bits: Any, packed: Any) -> Any:
 
 
 def wrong_unpacking(codes: Any, unpacked: Any) -> Any:
-    """What is wrong with the codes that came out again."""
+    """Return a sentence on what is wrong with the unpacked codes, or an empty string."""
     if wrong := wrong_array("unpack returned", unpacked, codes.shape, np.uint8):
         return wrong
     for row, i in np.argwhere(unpacked != codes):
@@ -60,7 +61,7 @@ def wrong_unpacking(codes: Any, unpacked: Any) -> Any:
 
 
 def steps_right(groups: Any, bits: Any, symmetric: Any) -> Any:
-    """The steps of the grids, and where these begin: [rows, groups] both."""
+    """Return the step and the lowest value of each group's grid, both [rows, groups]."""
     low, high = groups.min(axis=-1, initial=0), groups.max(axis=-1, initial=0)
     if symmetric:
         high = np.maximum(high, -low)
@@ -69,7 +70,10 @@ def steps_right(groups: Any, bits: Any, symmetric: Any) -> Any:
 
 
 def wrong_codes(weights: Any, bits: Any, codes: Any, scales: Any, zeros: Any) -> Any:
-    """The first weight [n, inputs] whose code [n, inputs] is not the nearest; scales, zeros: [n]."""
+    """Return the row and a sentence for the first weight whose code is not the nearest one, or None.
+
+    weights, codes: [n, inputs]. scales, zeros: [n].
+    """
     top = 2**bits - 1
     s, z = np.asarray(scales, np.float64)[:, None], np.asarray(zeros, np.float64)[:, None]
     nearest = np.clip(np.rint(weights / s) + z, 0, top)
@@ -82,14 +86,14 @@ def wrong_codes(weights: Any, bits: Any, codes: Any, scales: Any, zeros: Any) ->
         means, closest = (np.float32((code - z[n, 0]) * s[n, 0]) for code in (float(q), best))
         off = abs(w - means) / s[n, 0]
         return n, (
-            f"weight {i} is {w:.4g}, and its code {q} stands for {means:.4g}, {off:.3g} steps away; "
-            f"{best} stands for {closest:.4g}"
+            f"weight {i} is {w:.4g}, but its code {q} means {means:.4g}, {off:.3g} steps away; "
+            f"code {best} means {closest:.4g}"
         )
     return None
 
 
 def wrong_rounding(groups: Any, bits: Any, symmetric: Any, answer: Any) -> Any:
-    """What is wrong with the codes, scales and zeros of these groups."""
+    """Return a sentence on what is wrong with the codes, scales and zeros of these groups, or an empty string."""
     if not isinstance(answer, tuple | list) or len(answer) != 3:
         return "round_to_nearest should return three arrays: codes, scales, zeros"
     codes, scales, zeros = answer
@@ -101,13 +105,13 @@ def wrong_rounding(groups: Any, bits: Any, symmetric: Any, answer: Any) -> Any:
     for row, g in np.ndindex(scales.shape):
         where, s, z = f"row {row}, group {g}", scales[row, g], int(zeros[row, g])
         step = np.float16(steps[row, g])
-        if not 0 < s <= step + np.spacing(step) or s < step - np.spacing(step):  # one that is no number neither
-            return f"{where}: its scale is {s:.4g}; it should be {step:.4g}, so that all codes are of use"
+        if not 0 < s <= step + np.spacing(step) or s < step - np.spacing(step):  # NaN fails too
+            return f"{where}: its scale is {s:.4g}; it should be {step:.4g}, so that the codes span the whole range"
         if symmetric and z != 2 ** (bits - 1):
-            return f"{where}: its zero is {z}; in a symmetric grid of {bits} bits it is the middle, {2 ** (bits - 1)}"
+            return f"{where}: its zero is {z}; in a symmetric grid of {bits} bits it should be {2 ** (bits - 1)}"
         if not symmetric and not abs(z - min(-low[row, g] / np.float64(s), 2**bits - 1)) <= 0.501:
             below = f"{low[row, g]:.4g} is {-low[row, g] / np.float64(s):.4g} steps below 0"
-            return f"{where}: its zero is {z}; {below}, so it should be the nearest code, {2**bits - 1} at most"
+            return f"{where}: its zero is {z}; {below}, so it should be the nearest code, at most {2**bits - 1}"
         if wrong := wrong_codes(
             groups[row, g][None], bits, codes[row, g][None], scales[row, g][None], zeros[row, g][None]
         ):
@@ -116,22 +120,22 @@ def wrong_rounding(groups: Any, bits: Any, symmetric: Any, answer: Any) -> Any:
 
 
 def upper_root_of_inverse(H: Any) -> Any:
-    """The upper triangular U with U.T @ U = inverse(H)."""
-    R = np.linalg.cholesky(H[::-1, ::-1])[::-1, ::-1]  # upper too, and R @ R.T = H
+    """Return the upper triangular U with U.T @ U = inverse(H)."""
+    R = np.linalg.cholesky(H[::-1, ::-1])[::-1, ::-1]  # upper triangular too, and R @ R.T = H
     return np.linalg.inv(R)
 
 
 def column_right(weights: Any, H: Any, codes: Any, scales: Any, zeros: Any) -> Any:
-    """The other columns, by least squares: changed by those d for which the outputs err least.
+    """Return the other columns, changed by the d that minimizes the error of the outputs (least squares).
 
-    With d0 the change of the first column, that is where H[1:, 1:] d = -H[1:, 0] d0.
+    If d0 is the change of the first column, d solves H[1:, 1:] d = -H[1:, 0] d0.
     """
     d0 = (np.float64(codes) - zeros) * np.float64(scales) - weights[:, 0]  # [rows]
     return weights[:, 1:] + np.linalg.solve(H[1:, 1:], -H[1:, :1] * d0).T  # [rows, columns after]
 
 
 def wrong_column(weights: Any, H: Any, scales: Any, zeros: Any, bits: Any, answer: Any) -> Any:
-    """What is wrong with the codes of the first column, and with the columns after it."""
+    """Return a sentence on what is wrong with the codes of the first column or with the others, or an empty string."""
     if not isinstance(answer, tuple | list) or len(answer) != 2:
         return "round_column should return two arrays: the codes, and the other columns"
     codes, rest = answer
@@ -145,8 +149,8 @@ def wrong_column(weights: Any, H: Any, scales: Any, zeros: Any, bits: Any, answe
     for row, j in np.argwhere(~(abs(rest - right) <= 1e-3 * abs(np.hstack([weights[:, 1:], right])).max(initial=0))):
         lost = weights[row, 0] - (float(codes[row]) - float(zeros[row])) * float(scales[row])
         return (
-            f"row {row}: rounding the first column lost {lost:.4g}; then weight {j + 1} should become "
-            f"{right[row, j]:.4g} (it was {weights[row, j + 1]:.4g}), and is {rest[row, j]:.4g}"
+            f"row {row}: rounding the first column lost {lost:.4g}; weight {j + 1} should therefore change from "
+            f"{weights[row, j + 1]:.4g} to {right[row, j]:.4g}, but it is {rest[row, j]:.4g}"
         )
     return ""
 
@@ -156,40 +160,40 @@ def wrong_column(weights: Any, H: Any, scales: Any, zeros: Any, bits: Any, answe
 
 @dataclass(frozen=True, slots=True)
 class QuantizeCase(ABC):
-    """One call of a method."""
+    """One call of a quantizer's method."""
 
     METHOD: ClassVar[str]
     SHARED: ClassVar[Sequence[Any]]
-    """Functions of ours that the script has as well."""
+    """Our functions that the script contains."""
 
     bits: int
     symmetric: bool
 
     @abstractmethod
     def arguments(self) -> tuple[Any, ...]:
-        """What the method is called with."""
+        """Return the method's arguments."""
 
     @abstractmethod
     def wrong(self, answer: Any) -> str:
-        """What is wrong with what it returned."""
+        """Return a sentence on what is wrong with the answer, or an empty string."""
 
     @abstractmethod
     def lines(self) -> list[str]:
-        """The script: from the `quantizer` to the sentence `wrong`."""
+        """Return the script's lines that use `quantizer` and set `wrong`."""
 
     def drawing(self, answer: Any) -> tuple[str, ...]:
-        """What was given and what came back, side by side. Only of an answer of the right form."""
+        """Draw the arguments and the answer side by side. The answer has the right shapes and dtypes."""
         return ()
 
     def check(self, bench: Bench) -> None:
-        """Raises Failed when the student's method gives something else than is right."""
-        arguments = self.arguments()  # before it can be changed
+        """Raise Failed if the student's method returns a wrong answer."""
+        arguments = self.arguments()
         with telling(self.METHOD, partial(self._failure, bench)):
             quantizer = bench.make(self.bits, self.symmetric)
             assert isinstance(quantizer, Handle)
             answer = quantizer.call(self.METHOD, *arguments)
         if wrong := self.wrong(answer):
-            drawing = () if " return" in wrong else self.drawing(answer)  # of arrays as they should be
+            drawing = () if " return" in wrong else self.drawing(answer)  # only arrays of the right form can be drawn
             raise Failed(self._failure(bench, wrong, drawing))
 
     def _failure(self, bench: Bench, message: str, drawing: tuple[str, ...] = (), **more: Any) -> Failure:
@@ -207,13 +211,13 @@ class QuantizeCase(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Packing(QuantizeCase):
-    """Codes that become bytes."""
+    """A call of `pack`."""
 
     METHOD = "pack"
     SHARED: ClassVar[Sequence[Any]] = (wrong_array, packed_right, wrong_packing)
 
     codes: tuple[tuple[int, ...], ...]
-    """[rows, count]."""
+    """The codes, [rows, count]."""
 
     def arguments(self) -> tuple[Any, ...]:
         return (np.array(self.codes, np.uint8),)
@@ -242,7 +246,7 @@ class Packing(QuantizeCase):
 
 @dataclass(frozen=True, slots=True)
 class Unpacking(Packing):
-    """Bytes that become codes: those of the codes."""
+    """A call of `unpack` with the bytes of these codes."""
 
     METHOD = "unpack"
     SHARED: ClassVar[Sequence[Any]] = (wrong_array, packed_right, wrong_unpacking)
@@ -272,13 +276,13 @@ class Unpacking(Packing):
 
 @dataclass(frozen=True, slots=True)
 class Rounding(QuantizeCase):
-    """Groups of weights that are rounded to nearest."""
+    """A call of `round_to_nearest`."""
 
     METHOD = "round_to_nearest"
     SHARED: ClassVar[Sequence[Any]] = (wrong_array, steps_right, wrong_codes, wrong_rounding)
 
     groups: tuple[tuple[tuple[float, ...], ...], ...]
-    """[rows, groups, size]."""
+    """The weights, [rows, groups, size]."""
 
     def arguments(self) -> tuple[Any, ...]:
         return (np.array(self.groups, np.float32),)
@@ -307,7 +311,7 @@ class Rounding(QuantizeCase):
             )
         )
         s, z = float(scales[row, g]), float(zeros[row, g])
-        rows = [["weight", "your code", "stands for", "steps away"]]
+        rows = [["weight", "your code", "it means", "steps away"]]
         for w, q in zip(self.groups[row][g], codes[row, g].tolist(), strict=True):
             means = (q - z) * s
             rows.append([f"{w:.4g}", str(q), f"{means:.4g}", f"{abs(w - means) / s:.2f}" if s > 0 else ""])
@@ -316,7 +320,7 @@ class Rounding(QuantizeCase):
 
 @dataclass(frozen=True, slots=True)
 class Column(QuantizeCase):
-    """The first of some columns, rounded; the others make up for it."""
+    """A call of `round_column`, which rounds the first column; the other columns compensate for the error."""
 
     METHOD = "round_column"
     SHARED: ClassVar[Sequence[Any]] = (
@@ -328,9 +332,9 @@ class Column(QuantizeCase):
     )
 
     weights: tuple[tuple[float, ...], ...]
-    """[rows, columns]."""
+    """The weights, [rows, columns]."""
     hessian: tuple[tuple[float, ...], ...]
-    """[columns, columns], symmetric and positive."""
+    """H, [columns, columns], symmetric and positive definite."""
 
     def _grid(self) -> tuple[Any, Any]:
         return grid_right(np.array(self.weights, np.float32), self.bits, self.symmetric)
@@ -358,7 +362,7 @@ class Column(QuantizeCase):
         codes, rest = answer
         weights, (scales, zeros) = np.array(self.weights, np.float32), self._grid()
         right = column_right(weights, np.array(self.hessian), codes, scales, zeros)
-        rows = [["row", "first weight", "your code", "stands for", "the others should become", "yours"]]
+        rows = [["row", "first weight", "your code", "it means", "the others should become", "yours"]]
         for row, w in enumerate(weights[:, 0]):
             means = (float(codes[row]) - float(zeros[row])) * float(scales[row])
             others = [np.array2string(each[row], precision=3, separator=", ") for each in (right, rest)]
@@ -370,7 +374,7 @@ class Column(QuantizeCase):
 
 
 def grid_right(weights: Any, bits: int, symmetric: bool) -> tuple[Any, Any]:
-    """scales [...] float16 and zeros [...] uint8 of groups [..., inputs of a group]."""
+    """Return the right scales [...] float16 and zeros [...] uint8 of groups [..., inputs of a group]."""
     steps, low = steps_right(weights, bits, symmetric)
     scales = steps.astype(np.float16)
     zeros = np.minimum(np.rint(-low / np.float64(scales)), 2**bits - 1)
@@ -380,7 +384,7 @@ def grid_right(weights: Any, bits: int, symmetric: bool) -> tuple[Any, Any]:
 
 
 class Yardstick:
-    """A quantizer like a student's, in float64."""
+    """The right quantizer, in float64, with the methods of a student's."""
 
     def __init__(self, bits: int, symmetric: bool) -> None:
         self._bits, self._symmetric = bits, symmetric

@@ -1,10 +1,10 @@
 """Assignment 7, `quantize`: pack, unpack, round to nearest, and one column of GPTQ, in NumPy.
 
-The properties are single calls with a few weights, made up by Hypothesis: packed bits are compared with one of Python's
-whole numbers, codes with all the values that their grid has, and what the other columns become with the solution of the
-least-squares problem that GPTQ's formula is for. Then whole matrices are made of the student's calls, packed bytes
-included, put into the reference's Llama, and judged by what is left of the model: its perplexity, first of a small one
-with random weights on a text that it wrote itself, then SmolLM2's with its last layer in 2 bits.
+The properties are single calls with a few random weights. Packed bits are compared with a Python integer, codes with
+the nearest code of their grid, and the other columns with the solution of GPTQ's least-squares problem. Then whole
+matrices are quantized by the student's calls, packed bytes included, put into the reference's Llama, and judged by the
+model's perplexity: first a small Llama with random weights on a text that it wrote itself, then SmolLM2 with its last
+layer in 2 bits.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ from minipaged.setup.loaded_model import LoadedModel
 from minipaged.tiers import choose_tier
 
 EXAMPLES = 60
-"""Cases tried for each property."""
+"""The number of cases tried for each property."""
 DAMP = 0.01
-"""Of the mean of H's diagonal, added to it."""
+"""The share of the mean of H's diagonal that is added to the diagonal."""
 SLACK = 1.05
-"""How much larger than with our codes a perplexity, or the outputs' error, may be: sums in another order flip a few."""
+"""The largest ratio of a perplexity, or of an output error, to that with our codes. Sums in another order flip a few
+codes."""
 
 
 # --- Properties -----------------------------------------------------------------------------------
@@ -55,7 +56,7 @@ SLACK = 1.05
 
 @st.composite
 def packings(draw: st.DrawFn, kind: type[Packing] = Packing) -> Packing:
-    """A few rows of codes of any width."""
+    """Draw a few rows of codes of any width."""
     bits = draw(st.integers(2, 8))
     count = draw(st.integers(1, 17))
     row = st.lists(st.integers(0, 2**bits - 1), min_size=count, max_size=count).map(tuple)
@@ -67,7 +68,7 @@ NORMAL, ONE_SIDED, SMALL_OR_NONE = "normal", "one-sided", "small or none"
 
 @st.composite
 def roundings(draw: st.DrawFn, symmetric: bool | None, kind: str = NORMAL) -> Rounding:
-    """A few groups of weights of one kind; `symmetric` None: on either grid."""
+    """Draw a few groups of weights of this kind. With `symmetric=None` the grid is of either type."""
     rows, groups, size = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 8))
     weights = np.random.default_rng(draw(st.integers(0, 1000))).standard_normal((rows, groups, size))
     if kind == ONE_SIDED:
@@ -83,7 +84,7 @@ def roundings(draw: st.DrawFn, symmetric: bool | None, kind: str = NORMAL) -> Ro
 
 @st.composite
 def columns(draw: st.DrawFn) -> Column:
-    """A few columns of weights, with inputs that have much to do with each other."""
+    """Draw a few columns of weights, with correlated inputs."""
     rows, count = draw(st.integers(1, 3)), draw(st.integers(1, 6))
     rng = np.random.default_rng(draw(st.integers(0, 1000)))
     x = related_inputs(rng, 4 * count, count)
@@ -93,14 +94,14 @@ def columns(draw: st.DrawFn) -> Column:
 
 
 def related_inputs(rng: np.random.Generator, tokens: int, inputs: int) -> Array:
-    """[tokens, in]: what they have in common is as much as what is each one's own; some are larger than others."""
+    """Return correlated inputs [tokens, in]: half common, half independent, with different magnitudes."""
     own, common = rng.standard_normal((tokens, inputs)), rng.standard_normal((tokens, 1))
     related: Array = (own + common) * np.exp(rng.standard_normal(inputs) / 2)
     return related
 
 
 def _short(numbers: Array) -> Any:
-    """The same with three digits, to be written into a script."""
+    """Return the numbers with three digits, for a script."""
     return _tuples(np.vectorize(lambda number: float(f"{number:.2e}"), otypes=[float])(numbers))
 
 
@@ -109,11 +110,12 @@ def _tuples(numbers: Array) -> Any:
 
 
 CUT_OFF = Rounding(4, False, groups=(((-1.32e-06, -1e-06),),))
-"""A scale that is 8.8e-08 and becomes 6e-08 in float16: so the lowest weight is 22 steps below 0, and 0 has code 15."""
+"""A group whose scale, 8.8e-08, becomes 6e-08 in float16. The lowest weight is then 22 steps below 0, and 0 gets code
+15."""
 
 
 def property_of(inputs: st.SearchStrategy[QuantizeCase], *always: QuantizeCase) -> Callable[[Bench], None]:
-    """A check of such cases. `always`: those that few searches would come upon."""
+    """Return a check of such cases. `always` has cases that a random search would rarely find."""
 
     def check(bench: Bench) -> None:
         search(bench, inputs, lambda case: case.check(bench), EXAMPLES)
@@ -124,7 +126,7 @@ def property_of(inputs: st.SearchStrategy[QuantizeCase], *always: QuantizeCase) 
 
 
 def check_matrix(bench: Bench) -> None:
-    """All columns of a matrix, group after group, with one quantizer."""
+    """Check whole matrices, quantized column by column with one quantizer."""
     bits, size = 3, 8
     for seed in range(3):
         rng = np.random.default_rng([bench.seed, seed])
@@ -137,14 +139,14 @@ def check_matrix(bench: Bench) -> None:
         if not error <= SLACK * least:
             raise Failed(
                 Failure(
-                    f"a matrix [16, 24] of {bits} bits in groups of {size}, column after column: its outputs err by "
-                    f"{error:.4g}, {error / least:.2f} times as much as with ours ({least:.4g})"
+                    f"a matrix [16, 24] of {bits} bits in groups of {size}, by round_column: the error of its outputs "
+                    f"is {error:.4g}, {error / least:.2f} times as much as with ours ({least:.4g})"
                 )
             )
 
 
 def lost(weights: Array, made: Grouped, hessian: Array) -> float:
-    """The error of the outputs: the sum over them of d H d.T."""
+    """Return the squared error of the outputs: the sum over them of d H d.T, where d is the change of the weights."""
     d = np.float64(weights) - made.rows()  # [out, in]
     return float(np.vdot(d @ hessian, d))
 
@@ -153,7 +155,7 @@ def lost(weights: Array, made: Grouped, hessian: Array) -> float:
 
 
 class Here:
-    """The yardstick, asked for whole matrices."""
+    """Quantizes whole matrices with the right quantizer, in the grader."""
 
     def __init__(self, bits: int, *, symmetric: bool) -> None:
         self.bits, self.symmetric = bits, symmetric
@@ -164,7 +166,7 @@ class Here:
 
 
 class RemoteQuantizer:
-    """The student's, asked for the same in the worker."""
+    """Quantizes whole matrices with the student's quantizer, in the worker."""
 
     def __init__(self, bench: Bench, bits: int, *, symmetric: bool) -> None:
         self.bits, self.symmetric = bits, symmetric
@@ -176,7 +178,10 @@ class RemoteQuantizer:
 
 
 def quantized(quantizer: Here | RemoteQuantizer, weights: Array, hessian: Array | None, size: int) -> Grouped:
-    """weights [out, in] as a stored matrix: by GPTQ; without a hessian [in, in] rounded to nearest. Raises Failed."""
+    """Return weights [out, in] as a stored matrix, by GPTQ with a hessian [in, in], else rounded to nearest.
+
+    Raises Failed.
+    """
     if hessian is None:
         made = quantizer.make("rounded", weights, size)
     else:
@@ -208,11 +213,11 @@ def quantized(quantizer: Here | RemoteQuantizer, weights: Array, hessian: Array 
 
 @dataclass(frozen=True, slots=True)
 class Noting(Activations):
-    """Leaves inputs as they are, and keeps what GPTQ asks of them."""
+    """Leaves inputs unchanged, and keeps their X.T X for GPTQ."""
 
     kind: Any = None
     hessian: list[Array] = field(default_factory=list)
-    """X.T X [in, in] of each call."""
+    """The X.T X [in, in] of each call."""
 
     def applied(self, x: Array) -> Array:
         self.hessian.append(x.T @ x)
@@ -221,10 +226,10 @@ class Noting(Activations):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WatchedMatrix(StoredMatrix):
-    """A matrix of floats whose inputs are noted."""
+    """A matrix of floats whose `activations` record its inputs."""
 
     weight: Array
-    """[out, in]."""
+    """The weights, [out, in]."""
 
     def rows(self, which: slice | Array = slice(None)) -> Array:
         rows: Array = self.weight[which]
@@ -232,7 +237,7 @@ class WatchedMatrix(StoredMatrix):
 
 
 def llm_with(loaded: LoadedModel, changed: Mapping[str, Any], max_model_len: int) -> LLM:
-    """The model with these weights instead of its own."""
+    """Return the model with these weights in place of its own."""
     weights = {**loaded.weights, **changed}
     blocks = -(-max_model_len // 16)
     return LLM(
@@ -245,12 +250,12 @@ def llm_with(loaded: LoadedModel, changed: Mapping[str, Any], max_model_len: int
 
 
 def perplexity_with(loaded: LoadedModel, changed: Mapping[str, Any], ids: Sequence[int]) -> float:
-    """Of a text in one window."""
+    """Return the perplexity of a text in one window, with these weights."""
     return perplexity(llm_with(loaded, changed, len(ids) + 1), list(ids)).value
 
 
 def hessians(loaded: LoadedModel, names: Sequence[str], ids: Sequence[int]) -> dict[str, Array]:
-    """X.T X of these matrices' inputs [tokens, in], for this text."""
+    """Return X.T X of each matrix's inputs X [tokens, in] for this text."""
     noted, watched = {name: Noting() for name in names}, {}
     for name, inputs in noted.items():
         weight = loaded.weights[name]
@@ -262,8 +267,11 @@ def hessians(loaded: LoadedModel, names: Sequence[str], ids: Sequence[int]) -> d
 def compare(
     bench: Bench, where: str, loaded: LoadedModel, names: Sequence[str], size: int, bits: tuple[int, int], *texts: Any
 ) -> None:
-    """Quantize these matrices with the student's part and with ours, rounded to nearest in `bits[0]` and by GPTQ in
-    `bits[1]` bits. `texts`: to calibrate with, and to measure on. Raises Failed for a perplexity that is higher."""
+    """Compare the perplexities with these matrices quantized by the student's part and by ours. Raises Failed.
+
+    They are rounded to nearest in `bits[0]` bits, and by GPTQ in `bits[1]` bits. `texts` are the text for calibration
+    and the text to measure on.
+    """
     calibration, measured = texts
     found = hessians(loaded, names, calibration)
     of_original = perplexity_with(loaded, {}, measured)
@@ -273,20 +281,20 @@ def compare(
             made = {name: quantized(quantizer, loaded.weights[name], inputs.get(name), size) for name in names}
             try:
                 values.append(perplexity_with(loaded, made, measured))
-            except ModelError as error:  # of weights beyond all bounds
+            except ModelError as error:  # the weights may be huge
                 raise Failed(Failure(f"{where}, {own_bits} bits by {method}: {error}")) from None
         right, value = values
         if not value <= SLACK * right:
             raise Failed(
                 Failure(
-                    f"{where}, {own_bits} bits by {method}: its perplexity is {value:.4g}; it should be {right:.4g} at "
-                    f"most, or {SLACK:g} times that (with weights as they were it is {of_original:.4g})"
+                    f"{where}, {own_bits} bits by {method}: its perplexity is {value:.4g}; it should be at most "
+                    f"{SLACK:g} times ours, {right:.4g} (of the original weights it is {of_original:.4g})"
                 )
             )
 
 
 def check_small(bench: Bench) -> None:
-    """A text is what the model itself writes: nobody can know it better."""
+    """Check a small Llama on a text that it wrote itself, so that the original weights predict it best."""
     rng = np.random.default_rng(bench.seed)
     loaded = LoadedModel(Path(), SMALL, None, choose_tier("reference"), random_weights(rng))
     params = SamplingParams(temperature=1, seed=bench.seed, max_tokens=180, ignore_eos=True)
@@ -297,7 +305,7 @@ def check_small(bench: Bench) -> None:
 
 
 def check_model(bench: Bench) -> None:
-    """The last layer: what it loses no other makes up for."""
+    """Check SmolLM2 with its last layer quantized, since no later layer can compensate for its error."""
     loaded = LoadedModel.load(bench.model, "reference", dtype="float32")
     assert loaded.tokenizer
     ids = [loaded.tokenizer.encode(default_text(for_calibration=own)[:3000])[:257] for own in (True, False)]

@@ -1,6 +1,6 @@
-"""What runs in the worker beside a student's quantizer: the loops that make a whole matrix of its calls.
+"""Runs in the worker with a student's quantizer: the loops that quantize a whole matrix by its calls.
 
-Loaded before the student's file. Nothing here knows what the right codes are.
+The module is loaded before the student's file. It does not compute the right codes.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ import numpy as np
 
 
 def rounded(quantizer: Any, weights: Any, size: Any) -> Any:
-    """weights [out, in], rounded to nearest in groups of `size` inputs: packed codes, scales, zeros."""
+    """Round weights [out, in] to nearest in groups of `size` inputs. Returns packed codes, scales, zeros."""
     codes, scales, zeros = quantizer.round_to_nearest(weights.reshape(len(weights), -1, size).copy())
     return quantizer.pack(codes.reshape(weights.shape)), scales, zeros
 
 
 def compensated(quantizer: Any, weights: Any, U: Any, size: Any) -> Any:
-    """The same column by column (GPTQ). Each group gets its grid when the columns come to it."""
+    """Quantize weights [out, in] column by column (GPTQ). A group's grid is chosen at its first column.
+
+    Returns packed codes, scales, zeros.
+    """
     codes, grids, rest = np.empty(weights.shape, np.uint8), [], weights
     for i in range(weights.shape[1]):
         if i % size == 0:

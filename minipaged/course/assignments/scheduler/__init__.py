@@ -1,1 +1,1 @@
-"""Assignment 4: who is admitted, who is preempted, and how they come back."""
+"""Assignment 4: the scheduler, which chooses the requests to admit, to preempt, and to resume by swap or recompute."""

@@ -1,10 +1,10 @@
-"""Assignment 4, `scheduler`: who is admitted, who is preempted, and how they come back (paper, section 4.5).
+"""Assignment 4, `scheduler`: the choice of requests to admit, to preempt, and to resume (paper, section 4.5).
 
-The properties are moments that Hypothesis makes up (`scenes.py`): some requests run, some wait, and the
-student's scheduler is asked about them. Then the real engine serves random workloads with the student's scheduler in
-place of its own, on a model that checks every read: all requests have to end, with the tokens that each generates
-alone. Then SmolLM2. The performance index is about what the rules leave open: how many blocks to hold back from
-newcomers.
+The properties use random scenes (`scenes.py`) in which some requests run and some wait, and compare the answers of the
+student's scheduler with the rules. Then the real engine serves random workloads with the student's scheduler in place
+of its own, on a model that checks every read: all requests have to end, with the tokens that each generates alone. Then
+SmolLM2. The performance index depends on a choice that the rules leave open: the number of blocks to hold back from new
+requests.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from minipaged.simulation.traces import TraceReplay, TraceRequest
 
 ENGINE_WORKLOADS = 16
 TRACED_REQUESTS = 80
-"""Of the trace that the performance index is about."""
+"""The number of requests in the trace that the performance index is measured on."""
 
 RUNNING, WAITING, SWAPPED = RequestState.RUNNING, RequestState.WAITING, RequestState.SWAPPED
 
@@ -51,7 +51,7 @@ RUNNING, WAITING, SWAPPED = RequestState.RUNNING, RequestState.WAITING, RequestS
 
 
 def check_fits(bench: Bench) -> None:
-    """New requests of any size; pools about as large as they need."""
+    """Check `fits` for new requests of any size, in pools about as large as they need."""
 
     def run(drawn: tuple[SchedulerSettings, RequestView, int]) -> None:
         settings, request, more = drawn
@@ -74,7 +74,7 @@ def check_fits(bench: Bench) -> None:
 
 
 def arrival(settings: SchedulerSettings, request: RequestView, message: str) -> Scenery:
-    """A request that comes to an engine where nobody else is."""
+    """Return the drawing and events of a request that arrives at an idle engine."""
     name, prompt = request.request_id, tuple(range(request.prompt_tokens))
     drawing = (
         f"{name}: a prompt of {counted(len(prompt), 'token')}, {counted(request.num_sequences, 'sequence')}, up to "
@@ -92,7 +92,7 @@ def arrival(settings: SchedulerSettings, request: RequestView, message: str) -> 
 
 
 def property_of(ask: Callable[[SchedulerSession, SchedulerScene], object], **kinds: Any) -> Callable[[Bench], None]:
-    """A check that asks about such scenes."""
+    """Return a check that calls `ask` for random scenes."""
 
     def run(bench: Bench, scene: SchedulerScene) -> None:
         ask(SchedulerSession(bench, scene.settings, scene.scenery), scene)
@@ -111,7 +111,7 @@ check_share_tokens = property_of(
 
 
 def ask_victims(session: SchedulerSession, scene: SchedulerScene) -> None:
-    """Until one is left, as when ever more blocks are short."""
+    """Ask for victims until one request is left."""
     running = scene.views(RUNNING)
     while len(running) > 1:
         name = session.victim(running)
@@ -137,10 +137,11 @@ def ask_admit(*rules: Rule) -> Callable[[SchedulerSession, SchedulerScene], None
 
 
 def check_nothing_changes(bench: Bench) -> None:
-    """Some of the questions, each twice; and those that depend on the sizes, with another scheduler made in between.
+    """Check that calls change nothing: some methods are called twice, and `share_tokens` and `fits` after another
+    scheduler with other sizes was made.
 
-    Whether those two are answered right by one scheduler alone is asked first, as other tests ask: what is wrong from
-    the start has nothing to do with memory, and is told as it is there.
+    `fits` and `share_tokens` are first checked with a single scheduler, as by their own tests. A mistake found there is
+    not one of memory, and gets the same message as there.
     """
     check_fits(bench)
     check_share_tokens(bench)
@@ -174,7 +175,7 @@ def check_nothing_changes(bench: Bench) -> None:
 
 
 class StudentScheduler:
-    """The student's scheduler as an engine's, and the student's allocator if one was brought along."""
+    """Makes an engine's parts from the student's scheduler, and from the student's allocator if there is one."""
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
@@ -188,27 +189,27 @@ class StudentScheduler:
         self._policy = StudentPolicy.of(engine)
 
     def explain(self, error: Exception) -> Exception:
-        """As a script of one question, if that fails by itself."""
+        """Return the failure with a script of one call, if that call fails without the engine."""
         return self._policy.shorter(error) if self._policy and isinstance(error, Failed) else error
 
 
 def check_engine(bench: Bench) -> None:
-    """Prefix caching, forks, beam search, chunks of prompts, cancelled requests: all that waits and runs, ends."""
+    """Check that all requests end, with prefix caching, forks, beam search, chunked prompts, and cancelled requests."""
     asked, workloads = StudentScheduler(bench), islice(crowded_workloads(bench.seed), ENGINE_WORKLOADS)
     check_workloads(bench, workloads, asked.make_parts, asked.attach, asked.explain)
 
 
 def check_model(bench: Bench) -> None:
-    """The same texts as with the engine's own scheduler."""
+    """Check that SmolLM2 writes the same texts as with the engine's own scheduler."""
     asked = StudentScheduler(bench)
     check_texts(bench, asked.make_parts, asked.attach, asked.explain)
 
 
-# --- How well it serves ---------------------------------------------------------------------------
+# --- Performance ----------------------------------------------------------------------------------
 
 
 def measure(bench: Bench) -> Performance:
-    """Tokens a second of a simulated machine that is given more than it can hold, beside the engine's own scheduler."""
+    """Measure the tokens per second of an overloaded simulated machine, and those with the engine's own scheduler."""
     r = random.Random(bench.seed)
     requests = [
         TraceRequest(number / 4, r.randint(16, 256), 1 + int(r.expovariate(1 / 160)))

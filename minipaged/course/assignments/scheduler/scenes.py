@@ -1,7 +1,8 @@
-"""Made-up moments in the life of an engine, for the questions of assignment 4.
+"""Random scenes of an engine at work, for the tests of assignment 4.
 
-A `SchedulerScene` is a few requests: some run, some were preempted, some are new. It is built with the engine's own
-requests and block manager, so what a scheduler sees of it is consistent, and the events that led to it can be replayed.
+A `SchedulerScene` has a few requests: some run, some were preempted, some are new. It is built with the engine's own
+requests and block manager, so that the scheduler's views are consistent, and the events up to the scene can be
+replayed.
 """
 
 from __future__ import annotations
@@ -43,20 +44,20 @@ STATES: tuple[State, ...] = ("running", "swapped", "dropped", "new")
 
 @dataclass(frozen=True, slots=True)
 class RequestPlan:
-    """One request of a scene."""
+    """The plan for one request of a scene."""
 
     state: State
     prompt_tokens: int
     max_output_tokens: int
     num_sequences: int
     computed: int
-    """Tokens of the prompt that were computed, if the prompt is longer; else the prompt was, and it decodes."""
+    """The number of prompt tokens computed. If the prompt is not longer, it is computed, and the request decodes."""
     generated: int
-    """Tokens that each sequence has then."""
+    """The number of tokens that each sequence has generated, if the request decodes."""
 
 
 class Kept:
-    """Events are put at the end of a list."""
+    """An event listener that appends events to a list."""
 
     heard = True
 
@@ -69,15 +70,18 @@ class Kept:
 
 @dataclass(eq=False)
 class SchedulerScene:
-    """Settings, and requests in these states. Where the blocks for one are not there, it and all after it are new."""
+    """Settings, and requests in the planned states.
+
+    If there are too few blocks for a request, it and all requests after it are new.
+    """
 
     settings: SchedulerSettings
     num_swap_blocks: int
     drawn: Sequence[RequestPlan]
     turned: bool
-    """Whether the scheduler is told of the latest arrivals first."""
+    """Whether the scheduler's lists have the latest arrivals first."""
     tokens_gone: int
-    """Tokens of the batch that are not there for those that come in, beside what the running ones take."""
+    """Tokens of the batch that are unavailable to admitted requests, in addition to those of running requests."""
     events: list[Event] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
 
@@ -101,7 +105,7 @@ class SchedulerScene:
         for drawn in self.drawn:
             request = self._arrive(drawn)
             if request.num_sequences > room or self.blocks.can_admit(request) is AllocStatus.NEVER:
-                del self.events[-1]  # no engine would have let it wait
+                del self.events[-1]  # an engine would have refused it
                 continue
             self.requests.append(request)
             if drawn.state == "running" and sum(r.num_sequences for r in [*self.running, request]) > room:
@@ -137,11 +141,14 @@ class SchedulerScene:
         return request
 
     def _run(self, request: Request, drawn: RequestPlan) -> None:
-        """Compute its prompt, or a part of it, and some tokens; then preempt it, if it was. Raises OutOfBlocks."""
+        """Compute the prompt, or a part of it, and some tokens; then preempt the request if planned.
+
+        Raises OutOfBlocks.
+        """
         self.events.append(RequestAdmitted(request.request_id))
         request.state = RequestState.RUNNING
         [first] = request.sequences
-        # With a single token to generate there is nothing to decode: its prompt is not computed yet.
+        # A request that generates a single token never decodes, so its prompt is not fully computed yet.
         num_computed = min(drawn.computed, drawn.prompt_tokens - (drawn.max_output_tokens == 1))
         if num_computed:
             self.blocks.append(first, num_computed)
@@ -161,7 +168,7 @@ class SchedulerScene:
             self._take_back(request)
 
     def _decode(self, request: Request, num_tokens: int) -> None:
-        """Fork, and generate so many tokens, of which the last is yet to run."""
+        """Fork the sequences, and generate `num_tokens` tokens for each; the last token is not computed yet."""
         first = request.sequences[0]
         for number in range(1, request.num_sequences):
             child = SequenceState(first.sequence_id + number, list(first.tokens), [], self.blocks.new_table())
@@ -182,34 +189,34 @@ class SchedulerScene:
             self.blocks.free(sequence)
         request.state = RequestState.WAITING
 
-    # --- What there is to ask ---------------------------------------------------------------------
+    # --- Queries ----------------------------------------------------------------------------------
 
     @property
     def running(self) -> list[Request]:
         return [request for request in self.requests if request.state is RequestState.RUNNING]
 
     def views(self, *states: RequestState) -> list[RequestView]:
-        """Of the requests in these states, as the scheduler is told of them."""
+        """Return the scheduler's views of the requests in these states."""
         requests = [request for request in self.requests if request.state in states]
         views = [view_of(request, self.blocks) for request in requests]
         return views[::-1] if self.turned else views
 
     def scenery(self, message: str) -> Scenery:
-        """The scene as a failure shows it."""
+        """Return the scene's drawing and events for a failure."""
         names = tuple(request.request_id for request in self.requests)
         return Scenery(draw(self.requests, self.blocks), (*self.events, StepFailed(1, message, names)))
 
 
-# --- Drawing them at random -----------------------------------------------------------------------
+# --- Random scenes --------------------------------------------------------------------------------
 
 PRICES = Costs(
     seconds_per_copy=1, copies_per_block=1, block_bytes=1, link_bytes_per_second=1, prefill_tokens_per_second=1
 )
-"""Where nobody asks for them."""
+"""Costs for tests that do not depend on them."""
 
 
 def costs() -> st.SearchStrategy[Costs]:
-    """Small numbers, to be worked out by hand."""
+    """Return a strategy for costs of small numbers, which can be worked out by hand."""
     return st.builds(
         Costs,
         seconds_per_copy=st.integers(0, 2),
@@ -233,8 +240,10 @@ def scenes(
     tokens: tuple[int, int] = (1, 24),
     with_costs: bool = False,
 ) -> SchedulerScene:
-    """`pool`: blocks, `beyond_most`: counted from the most that all requests together can come to hold; `room`:
-    sequences in a batch; `tokens`: in a batch.
+    """Draw a scene.
+
+    `pool` is the range of the number of blocks; with `beyond_most` it is relative to the most blocks that all requests
+    together can hold. `room` and `tokens` are the ranges of the sequences and tokens of a batch.
     """
     requests = st.builds(
         RequestPlan,
@@ -261,7 +270,7 @@ def scenes(
             for one in drawn
         )
         settings = replace(settings, num_blocks=max(1, num_blocks))
-    # First come, first served: those that run came before those that were preempted, and these before the new ones.
+    # First come, first served: running requests arrived before preempted ones, and these before new ones.
     ranks = {"running": 0, "swapped": 1, "dropped": 1, "new": 2}
     in_order = sorted(drawn, key=lambda one: ranks[one.state])
     return SchedulerScene(

@@ -1,9 +1,9 @@
-"""A student's scheduler, question by question, beside the rules.
+"""Calls a student's scheduler, and compares each answer with the rules.
 
-A `SchedulerSession` has one scheduler in the worker. Each of its methods asks one question and holds the answer
-against the rules of the handout; those about admission leave some freedom, so there they are bounds. `StudentPolicy` is
-a session as the policy of an engine: the queues, the
-blocks and the moves stay the engine's, the decisions are the student's.
+A `SchedulerSession` has one scheduler in the worker. Each of its methods calls the scheduler's method of the same name,
+and compares the answer with the rules of the handout. The rules on admission leave some freedom; there the session
+checks bounds. `StudentPolicy` is a session that serves as an engine's policy: the engine keeps the queues and blocks
+and carries out the decisions, which are the student's.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from minipaged.events import Event
 from minipaged.scheduling import Costs, RequestView, Way
 
 CLOSE = 1e-9
-"""Of two ways back whose costs differ by less, relative to them, either is right."""
+"""The largest relative difference of the two costs for which both "swap" and "recompute" are right."""
 METHODS = ("fits", "share_tokens", "victim", "way_back", "admit")
 
 Rule = Literal["order", "batch", "blocks", "no idling"]
-"""What there is to say of an admission: nobody overtakes; the batch has room; the pool has room; nobody waits for
-nothing."""
+"""A rule on admission: no request overtakes another; the batch has room; the pool has room; no request waits without a
+reason."""
 RULES: tuple[Rule, ...] = ("order", "batch", "blocks", "no idling")
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:
-    """What one scheduler is made with."""
+    """The arguments that a scheduler is made with."""
 
     num_blocks: int
     block_size: int
@@ -52,16 +52,16 @@ class SchedulerSettings:
 
 @dataclass(frozen=True, slots=True)
 class Scenery:
-    """What a failure shows beside the script."""
+    """The drawing and events of a failure."""
 
     drawing: tuple[str, ...] = ()
     events: tuple[Event, ...] = ()
 
 
 class SchedulerSession(Session):
-    """One scheduler of the student's."""
+    """One scheduler of the student's, with the rules that its answers must follow."""
 
-    KIND = "scheduler"
+    KIND = "a scheduler"
 
     def __init__(
         self,
@@ -71,23 +71,23 @@ class SchedulerSession(Session):
         *,
         beside: SchedulerSession | None = None,
     ) -> None:
-        """`scenery`: gives drawing and events for a message."""
+        """Make the scheduler. `scenery` returns the drawing and events for a failure's message."""
         super().__init__(bench, beside=beside)
         self.settings = settings
         self._scenery = scenery
         self.right = FirstComeFirstServed(*settings.as_arguments())
         self._variable = "other" if beside else "scheduler"
         self.latest: tuple[str, tuple[Any, ...]] = ("", ())
-        """The latest question: method and arguments."""
+        """The method and arguments of the latest call."""
         sizes = ", ".join(f"{f.name}={getattr(settings, f.name)}" for f in fields(settings) if f.name != "costs")
         self._lines.append(f"costs = {_literal(settings.costs)}")
         self._lines.append(f"{self._variable} = {self._name}({sizes}, costs=costs)")
         self._scheduler = self._make(f"{self._name}(...)", *settings.as_arguments())
 
-    # --- The questions ----------------------------------------------------------------------------
+    # --- The calls --------------------------------------------------------------------------------
 
     def fits(self, request: RequestView) -> bool:
-        """Whether the request could ever be served."""
+        """Check whether the request could ever be served, and return the right answer."""
         answer = self._question("fits", request)
         right = self.right.fits(request)
         if not isinstance(answer, bool):
@@ -100,26 +100,26 @@ class SchedulerSession(Session):
             most, total = self.right.most_blocks(request), self.settings.num_blocks
             room = self.right.max_sequences
             self._fail(
-                f"fits({request.request_id}) is {answer}; it should be {right}: it can come to hold "
-                f"{counted(most, 'block')}, the pool has {total}; it has {counted(request.num_sequences, 'sequence')}, "
-                f"a batch has room for {room}"
+                f"fits({request.request_id}) is {answer}; it should be {right}: the request can hold up to "
+                f"{counted(most, 'block')}, and the pool has {total}; it has "
+                f"{counted(request.num_sequences, 'sequence')}, and a batch has room for {room}"
             )
         return right
 
     def share_tokens(self, running: Sequence[RequestView]) -> dict[str, int]:
-        """How many tokens each of those that run gets."""
+        """Check the tokens given to each running request, and return the right numbers."""
         answer = self._question("share_tokens", list(running))
         right = {name: number for name, number in self.right.share_tokens(running).items() if number}
         if not isinstance(answer, dict) or not all(_is_number(number) for number in answer.values()):
             self._fail(
-                f"share_tokens returned {shown(answer)}; it has to return a dict: request_id -> tokens, from 0",
+                f"share_tokens returned {shown(answer)}; it has to return a dict from request_id to a number of tokens",
                 'assert isinstance(answer, dict), f"share_tokens returned {answer!r}"',
                 "assert all(type(number) is int and number >= 0 for number in answer.values()), answer",
             )
         answer = {name: number for name, number in answer.items() if number}
         if answer != right:
             self._fail(
-                f"share_tokens gives {answer}; it should give {right}: there are "
+                f"share_tokens returned {answer}; it should return {right}: a batch has "
                 f"{self.settings.max_num_batched_tokens} tokens in all",
                 "given = {name: number for name, number in answer.items() if number}",
                 f'assert given == {right!r}, f"share_tokens returned {{answer}}"',
@@ -127,7 +127,7 @@ class SchedulerSession(Session):
         return right
 
     def victim(self, running: Sequence[RequestView]) -> str:
-        """Which of those that run is preempted."""
+        """Check the choice of the running request to preempt, and return the right one."""
         answer = self._question("victim", list(running))
         right = self.right.victim(running)
         if not isinstance(answer, str) or answer != right:
@@ -136,13 +136,13 @@ class SchedulerSession(Session):
             self._fail(
                 f"the victim is {answer}; it should be {right}"
                 if known
-                else f"the victim is {shown(answer)}; it has to be the request_id of one that runs: "
+                else f"the victim is {shown(answer)}; it has to be the request_id of a running request: "
                 f"{', '.join(sorted(r.request_id for r in running))}"
             )
         return right
 
     def way_back(self, request: RequestView, host_free: int) -> Way:
-        """How the victim comes back."""
+        """Check the choice between swap and recompute for the victim, and return the student's answer."""
         answer = self._question("way_back", request, host_free)
         right = self.right.way_back(request, host_free)
         if not isinstance(answer, str) or answer not in ("swap", "recompute"):
@@ -156,8 +156,8 @@ class SchedulerSession(Session):
         if answer != right and not (has_room and abs(difference) <= CLOSE * recompute):
             self._fail(
                 f"the way back of {request.request_id} is {answer!r}; it should be {right!r}: swapping its "
-                f"{counted(request.num_blocks, 'block')} costs {_seconds(recompute + difference)}, computing its "
-                f"{counted(request.num_tokens, 'token')} {_seconds(recompute)}, and the host has "
+                f"{counted(request.num_blocks, 'block')} costs {_seconds(recompute + difference)}, recomputing its "
+                f"{counted(request.num_tokens, 'token')} costs {_seconds(recompute)}, and the host has "
                 f"{counted(host_free, 'block')} free",
                 f'assert answer == {right!r}, f"way_back returned {{answer!r}}"',
             )
@@ -172,7 +172,7 @@ class SchedulerSession(Session):
         tokens_left: int,
         rules: Sequence[Rule] = RULES,
     ) -> list[str]:
-        """Who comes in, in order of arrival."""
+        """Check the admitted requests by these rules, and return them in order of arrival."""
         answer = self._question("admit", list(waiting), list(running), num_free, tokens_left)
         names = [r.request_id for r in sorted(waiting, key=lambda r: r.arrival)]
         if isinstance(answer, tuple):
@@ -191,7 +191,7 @@ class SchedulerSession(Session):
                 f'assert set(answer) <= {set(names)!r}, f"admit returned {{answer}}"',
                 'assert len(answer) == len(set(answer)), f"admit returned {answer}"',
             ]
-            why = "is there twice" if wrong[0] in names else f"does not wait; those that do: {', '.join(names)}"
+            why = "is in it twice" if wrong[0] in names else f"is not waiting; the waiting are {', '.join(names)}"
             self._fail(f"admit returned {shown(answer)}: {wrong[0]!r} {why}")
         admitted = [r for r in sorted(waiting, key=lambda r: r.arrival) if r.request_id in answer]
         if "order" in rules and (overtaken := [name for name in names[: len(answer)] if name not in answer]):
@@ -204,7 +204,7 @@ class SchedulerSession(Session):
             self._check_batch(admitted, running, tokens_left)
         if "blocks" in rules and (needed := sum(r.blocks_needed for r in admitted)) > num_free:
             self._fail(
-                f"admit returned {answer}: together they need {counted(needed, 'block')}, and {num_free} are free",
+                f"admit returned {answer}: together they need {counted(needed, 'block')}, but {num_free} are free",
                 "needed = sum(r.blocks_needed for r in waiting if r.request_id in answer)",
                 f'assert needed <= {num_free}, f"{{answer}} need {{needed}} blocks, {num_free} are free"',
             )
@@ -217,7 +217,7 @@ class SchedulerSession(Session):
         total = sum(r.num_sequences for r in [*running, *admitted])
         if admitted and total > most:
             self._fail(
-                f"admit returned {answer}: then {total} sequences run, and the batch has room for {most}",
+                f"admit returned {answer}: then {total} sequences run, but the batch has room for {most}",
                 "admitted = [r for r in waiting if r.request_id in answer]",
                 "total = sum(r.num_sequences for r in running + admitted)",
                 f'assert total <= {most}, f"with {{answer}} {{total}} sequences run, there is room for {most}"',
@@ -228,7 +228,7 @@ class SchedulerSession(Session):
                 name = request.request_id
                 self._fail(
                     f"admit returned {answer}: of the {tokens_left} tokens left, {max(0, left)} remain for {name}, "
-                    f"which needs {least} at least",
+                    f"but it needs at least {least}",
                     f'assert {name!r} not in answer, f"admit returned {{answer}}: {name} has no tokens"',
                 )
             left -= request.tokens_to_run
@@ -241,7 +241,7 @@ class SchedulerSession(Session):
         num_free: int,
         tokens_left: int,
     ) -> None:
-        """Whoever could be held back for no reason in the world must not be."""
+        """Fail if a request waits that cannot cause a shortage, or is the first while no other runs."""
         answer = [r.request_id for r in admitted]
         sequences = sum(r.num_sequences for r in running)
         most = sum(max(self.right.most_blocks(r), r.num_blocks) for r in running)
@@ -253,24 +253,24 @@ class SchedulerSession(Session):
                 return
             if most <= self.settings.num_blocks:
                 why = (
-                    f"the most that it, all before it and all that run can come to hold is {counted(most, 'block')}, "
-                    f"of {self.settings.num_blocks}"
+                    f"together with all running requests and all before it, it can hold up to "
+                    f"{counted(most, 'block')}, and the pool has {self.settings.num_blocks}"
                 )
             elif not running and place == 0:
-                why = "nothing else runs, so no block will ever be given back"
+                why = "no other request runs, so no block will ever be freed"
             else:
                 return
             name = request.request_id
             if name not in answer:
                 self._fail(
-                    f"admit returned {answer}: {name} has to come in; it needs {counted(_least(request), 'token')} at "
-                    f"least, of the {tokens_left} left for it, and {why}",
-                    f'assert {name!r} in answer, f"admit returned {{answer}}: {name} waits for nothing"',
+                    f"admit returned {answer}: {name} has to be admitted; it needs at least "
+                    f"{counted(_least(request), 'token')} of the {tokens_left} left for it, and {why}",
+                    f'assert {name!r} in answer, f"admit returned {{answer}}: {name} waits without a reason"',
                 )
             tokens_left -= request.tokens_to_run
 
     def unchanged(self, method: str, *arguments: Any) -> None:
-        """Ask twice, with the same lists: they stay as they are, and so does the answer."""
+        """Call a method twice with the same arguments; fail if these or the answer change."""
         names = self._write(method, arguments)
         self._lines += [
             f"before = copy.deepcopy([{names}])",
@@ -289,16 +289,16 @@ class SchedulerSession(Session):
         for i, (name, value, after) in enumerate(looked):
             if after != value:
                 self._fail(
-                    f"{method} changed {name}, which it was given",
+                    f"{method} changed its argument {name}",
                     f'assert {name} == before[{i}], f"{method} changed {name}: {{{name}}}"',
                 )
         if first != second:
             self._fail(
-                f"{method} was asked the same twice, and returned first {shown(first)}, then {shown(second)}",
-                'assert answers[0] == answers[1], f"twice the same question: {answers}"',
+                f"{method} was called twice with the same arguments, and returned {shown(first)}, then {shown(second)}",
+                'assert answers[0] == answers[1], f"two equal calls returned {answers}"',
             )
 
-    # --- Asking and failing -----------------------------------------------------------------------
+    # --- Calling and failing ----------------------------------------------------------------------
 
     def _question(self, method: str, *arguments: Any) -> Any:
         arguments = tuple(_as_data(value) for value in arguments)
@@ -310,7 +310,7 @@ class SchedulerSession(Session):
         return answer
 
     def _write(self, method: str, arguments: Sequence[Any]) -> str:
-        """The arguments into the script; their names there."""
+        """Add the arguments to the script, and return their names."""
         self._lines += [f"{name} = {_literal(value)}" for name, value in zip(NAMES[method], arguments, strict=True)]
         return ", ".join(NAMES[method])
 
@@ -327,31 +327,31 @@ class SchedulerSession(Session):
 
 
 class StudentPolicy(SchedulerSession):
-    """A student's scheduler as an engine's policy. Its answers raise Failed where they break a rule."""
+    """A student's scheduler as an engine's policy. Answers that break a rule raise Failed."""
 
     def __init__(self, bench: Bench, *settings: Any) -> None:
-        """`settings`: what an engine makes a policy with."""
+        """Make the policy with the arguments that an engine gives its policies."""
         given = SchedulerSettings(*settings)
         self._engine: Engine | None = None
         super().__init__(bench, replace(given, costs=plain(given.costs)), lambda message: Scenery(self.drawing()))
 
     @classmethod
     def of(cls, engine: Engine) -> StudentPolicy:
-        """The policy of an engine that was made with one; it draws that engine's queues and pools from now on."""
+        """Return the engine's policy. From now on failures show the engine's queues and pools."""
         policy = engine.scheduler.policy
         assert isinstance(policy, cls)
         policy._engine = engine
         return policy
 
     def drawing(self) -> tuple[str, ...]:
-        """The engine's queues and pools."""
+        """Draw the engine's queues and pools."""
         if self._engine is None:
             return ()
         scheduler = self._engine.scheduler
         return draw([*scheduler.running, *scheduler.waiting], self._engine.blocks)
 
     def shorter(self, failed: Failed) -> Failed:
-        """The same failure as a script of one question, if that fails by itself; else as it is."""
+        """Return the failure with a script of the latest call, if that call fails by itself."""
         method, arguments = self.latest
         if not method:
             return failed
@@ -367,7 +367,7 @@ class StudentPolicy(SchedulerSession):
 
 
 def draw(requests: Sequence[Request], blocks: Memory) -> tuple[str, ...]:
-    """The queues as a table with the block tables, and the pools with who holds which block."""
+    """Draw the requests as a table, and the pools with the holder of each block."""
     rows = [["request", "arrived", "state", "sequences", "to run", "needs", "block tables"]]
     for request in sorted(requests, key=lambda r: r.order):
         view = view_of(request, blocks)
@@ -395,7 +395,7 @@ def draw(requests: Sequence[Request], blocks: Memory) -> tuple[str, ...]:
     return (*lines[: len(rows)], "", *lines[len(rows) :])
 
 
-# --- Small things ---------------------------------------------------------------------------------
+# --- Helpers --------------------------------------------------------------------------------------
 
 NAMES = {
     "fits": ("request",),
@@ -404,18 +404,18 @@ NAMES = {
     "way_back": ("request", "host_free"),
     "admit": ("waiting", "running", "num_free", "tokens_left"),
 }
-"""What the arguments are called in scripts and messages."""
+"""The names of each method's arguments in scripts and messages."""
 
 
 def _as_data(value: Any) -> Any:
-    """An engine's views, and lists of them, as they can be sent."""
+    """Convert an engine's views, and lists of them, to plain data that can be sent."""
     if isinstance(value, list):
         return [plain(view) for view in value]
     return plain(value) if isinstance(value, RequestView) else value
 
 
 def _least(request: RequestView) -> int:
-    """The fewest tokens that let it do anything: its sequences decode together."""
+    """Return the fewest tokens with which the request can run. Its sequences decode together."""
     return request.tokens_to_run if request.decodes else 1
 
 
@@ -424,7 +424,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _literal(value: Any) -> str:
-    """As it stands in a script; fields that have their default are left out."""
+    """Return a value's source in a script. Fields with their default value are left out."""
     if isinstance(value, list):
         if not value:
             return "[]"
@@ -438,7 +438,7 @@ def _literal(value: Any) -> str:
 
 
 def counted(number: int, what: str) -> str:
-    """1 block, 2 blocks."""
+    """Return the number with its noun: "1 block", "2 blocks"."""
     return f"{number} {what}{'s'[: number != 1]}"
 
 

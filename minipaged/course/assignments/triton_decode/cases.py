@@ -1,7 +1,7 @@
-"""Inputs for a decode kernel, and whether what comes of them is right. A failing case becomes a script that has it all.
+"""Inputs for a decode kernel, and checks of its output. A failing case becomes a self-contained script.
 
-The yardstick is that of assignment 3: softmax attention in float64 over keys and values that lie in one piece. In the
-cache every sequence's blocks are at random places, laid out as the fast tier has them, and what no token owns is NaN.
+The right output is that of assignment 3: softmax attention in float64 over contiguous keys and values. In the cache
+every sequence's blocks are at random places, in the fast tier's layout. Slots without a token contain NaN.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from minipaged.course.sandbox.contract import Verdict
 from minipaged.errors import Invariant
 
 UNTOUCHED = -4096
-"""What `out` holds before the call: `worker.call` puts it there."""
+"""The content of `out` before the call; `worker.call` fills it in."""
 
 
 def laid_out(blocks: Any, block_tables: Any) -> Any:
-    """Of a cache [num_blocks, 1, 2, block_size, kv_heads, head_dim] the layer, as the fast tier has it; and tables."""
+    """Return the only layer of a cache [num_blocks, 1, 2, block_size, kv_heads, head_dim] in the fast tier's layout,
+    and the block tables as int32."""
     return blocks[:, 0].swapaxes(2, 3), block_tables.astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeCase:
-    """One call of `paged_decode`. Contexts: how many tokens each sequence has."""
+    """One call of `paged_decode`. `contexts` has each sequence's number of tokens."""
 
     block_size: int
     contexts: tuple[int, ...]
@@ -40,7 +41,7 @@ class DecodeCase:
     head_dim: int = 4
     seed: int = 0
     size: float = 1.0
-    """What queries and keys are multiplied by: 60 makes scores of some thousands."""
+    """The factor of queries and keys: 60 makes scores of some thousands."""
     dtype: str = "float32"
 
     @property
@@ -52,7 +53,7 @@ class DecodeCase:
         return 1e-2 if self.size > 1 or self.dtype == "float16" else 1e-4
 
     def smaller(self) -> Iterator[DecodeCase]:
-        """Cases with less in them, the smallest first."""
+        """Yield smaller cases, the smallest first."""
         if len(self.contexts) > 1:
             yield from (replace(self, contexts=(n,)) for n in self.contexts)
         for s, n in enumerate(self.contexts):
@@ -63,7 +64,7 @@ class DecodeCase:
             yield replace(self, head_dim=self.head_dim // 2)
 
     def check(self, bench: Bench) -> None:
-        """Raises Failed when the student's function gives something else than is right."""
+        """Raise Failed if the student's function writes a wrong output, or writes elsewhere."""
         query, keys, values, *rest = make_inputs(
             *(self.seed, self.block_size, self.heads, self.kv_heads, self.head_dim),
             *(self.contexts, [1] * len(self.contexts), self.size, np.nan, self.dtype),
@@ -78,12 +79,12 @@ class DecodeCase:
         if message := self._wrong(output, right):
             raise Failed(tell(message))
         if written:
-            message = f"{name} wrote to {written[0]}: its kernel is what writes, and to `out` alone"
+            message = f"{name} wrote to {written[0]}; only its kernel may write, and only to `out`"
             raise Failed(tell(message, Invariant.EXCLUSIVE_WRITE))
 
     def _wrong(self, output: Any, right: Any) -> str:
-        """What is wrong with the output, in a sentence; empty when it is right."""
-        if not isinstance(output, np.ndarray) or output.shape != right.shape:  # no worker in order sends that
+        """Return a sentence on what is wrong with the output, or an empty string if it is right."""
+        if not isinstance(output, np.ndarray) or output.shape != right.shape:  # only a tampered worker sends that
             return f"it gave {getattr(output, 'shape', output)!r} instead of an array of shape {right.shape}"
         wrong = np.argwhere(~(np.abs(output - right).max(axis=-1) <= self.tolerance))  # [seqs, heads]
         if not len(wrong):
@@ -91,12 +92,12 @@ class DecodeCase:
         s, head = (int(i) for i in wrong[0])
         where = f"sequence {s} (context {self.contexts[s]}), query head {head}"
         if (output[s, head] == UNTOUCHED).any():
-            return f"{where}: not all of `out` was written"
+            return f"{where}: a part of `out` was not written"
         found, should = (np.array2string(row[s, head, :3], precision=4, separator=", ") for row in (output, right))
         more = "begins with " if self.head_dim > 3 else "is "
         message = f"{where}: its output {more}{found}; it should be {should}"
         if np.isnan(output[s, head]).any():
-            message += " (NaN lies where no token is; 0 / 0 and inf - inf give it too)"
+            message += " (slots without a token contain NaN; 0 / 0 and inf - inf give NaN too)"
         return message
 
     def _failure(
@@ -105,14 +106,14 @@ class DecodeCase:
         from minipaged.course.assignments.triton_decode.worker import call
 
         if more.get("verdict") is Verdict.ENDED:
-            message += " (a kernel that reads or writes far outside its tensors can do that)"
+            message += " (a kernel that reads or writes far outside its tensors can cause this)"
         name = bench.part[1]
         body = [
             *sources_of(make_inputs, softmax_attention, laid_out, call),
-            f"contexts = {list(self.contexts)}  # how many tokens each sequence has",
+            f"contexts = {list(self.contexts)}  # each sequence's number of tokens",
             f"heads, kv_heads, head_dim = {self.heads}, {self.kv_heads}, {self.head_dim}",
             f"block_size = {self.block_size}",
-            f'size, dtype = {self.size}, "{self.dtype}"  # of queries and keys',
+            f'size, dtype = {self.size}, "{self.dtype}"  # the factor and dtype of queries and keys',
             "queries, empty = [1] * len(contexts), np.nan",
             "query, keys, values, *rest = make_inputs("
             f"{self.seed}, block_size, heads, kv_heads, head_dim, contexts, queries, size, empty, dtype)",
@@ -127,7 +128,7 @@ class DecodeCase:
         imports = [
             "import os",
             "",
-            'os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: prints work, no GPU is needed',
+            'os.environ["TRITON_INTERPRET"] = "1"  # set before triton is imported: no GPU is needed, and prints work',
             'DEVICE = "cpu"',
             "",
             "import numpy as np",

@@ -1,10 +1,10 @@
 """Assignment 6, `triton-decode`: paged attention of single new tokens as a Triton kernel (paper, sections 4.1 and 5.1).
 
-The kernel runs in Triton's interpreter, in the worker, so that no GPU is needed to learn from it. The interpreter takes
-milliseconds for each turn of a kernel's loop: the properties are few, small cases, compared with softmax attention in
-float64, and around all that the kernel may touch lies memory that is nobody's. Then the fast tier's Llama, on the CPU,
-decodes with the student's kernel under a real engine (prompts are computed by the tier's own), and so does SmolLM2 for
-a few tokens. Where there is a GPU, a right kernel is compiled, checked once more and timed beside the fast tier's.
+The kernel runs in Triton's interpreter, in the worker, so that no GPU is needed. The interpreter takes milliseconds for
+each iteration of a kernel's loop, so the properties have few, small cases. They are compared with softmax attention in
+float64, and spare memory around the tensors detects accesses out of bounds. Then the fast tier's Llama, on the CPU,
+decodes with the student's kernel under a real engine (the tier's own kernel computes prompts), and so does SmolLM2 for
+a few tokens. With a GPU, a right kernel is compiled, checked once more, and timed against the fast tier's.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from minipaged.setup.loaded_model import LoadedModel
 from minipaged.tiers import choose_tier
 
 EXAMPLES = 20
-"""Cases tried for each property: the interpreter takes about 10 milliseconds for each turn of a kernel's loop."""
+"""The number of cases for each property. The interpreter takes about 10 milliseconds per iteration of a kernel."""
 WORKER = "minipaged.course.assignments.triton_decode.worker"
 LIMITS = Limits(call_seconds=60, test_seconds=300, cpu_seconds=600, memory_bytes=2 << 30, processes=None)
-"""The interpreter is slow, and torch starts threads."""
+"""Limits for the slow interpreter, and for torch, which starts threads."""
 
 
 # --- Properties -----------------------------------------------------------------------------------
 
 POWERS_OF_2 = st.sampled_from([1, 2, 4, 8, 16])
 WHOLE, ANY = "whole", "any"
-"""Contexts: as many tokens as fit into some blocks, or any number."""
+"""Kinds of context lengths: whole blocks, or any number of tokens."""
 
 
 def cases(
@@ -55,7 +55,7 @@ def cases(
     grouped: bool = False,
     size: float = 1.0,
 ) -> st.SearchStrategy[DecodeCase]:
-    """Cases of one kind. `grouped`: several query heads for each key/value head."""
+    """Return a strategy for cases. With `grouped` there are several query heads for each key/value head."""
 
     @st.composite
     def draw_case(draw: st.DrawFn) -> DecodeCase:
@@ -80,22 +80,23 @@ def cases(
 
 
 def property_of(inputs: st.SearchStrategy[DecodeCase], *always: DecodeCase) -> Callable[[Bench], None]:
-    """A check of such cases, by a kernel of Triton's. `always`: larger ones, which few searches would come upon."""
+    """Return a check of such cases, which also requires a Triton kernel.
+
+    `always` has larger cases that a random search would rarely find.
+    """
 
     def check(bench: Bench) -> None:
         search(bench, inputs, lambda case: case.check(bench), EXAMPLES)
         for case in always:
             check_and_shrink(bench, case)
         if not bench.process.modules[0].call("has_kernel", bench.part[0]):
-            raise Failed(
-                Failure("what it computes is right; but the file has no Triton kernel of its own (@triton.jit)")
-            )
+            raise Failed(Failure("its output is right, but the file has no Triton kernel of its own (@triton.jit)"))
 
     return check
 
 
 def check_and_shrink(bench: Bench, case: DecodeCase) -> None:
-    """Raises Failed with the smallest case that still fails."""
+    """Raise Failed with the smallest case that fails, if this one does."""
     try:
         case.check(bench)
     except Failed:
@@ -108,8 +109,10 @@ def check_and_shrink(bench: Bench, case: DecodeCase) -> None:
 
 
 class StudentKernels:
-    """The fast tier's kernels, with the student's in the place of `paged_decode`. The cache stays here: each call takes
-    a layer of it along to the worker."""
+    """The fast tier's kernels, with the student's function as `paged_decode`.
+
+    The cache stays in the grader; each call sends a layer of it to the worker.
+    """
 
     def __init__(self, bench: Bench, kernels: Any) -> None:
         self._bench, self._kernels = bench, kernels
@@ -118,6 +121,7 @@ class StudentKernels:
         return getattr(self._kernels, name)
 
     def paged_decode(self, query: Any, paged: Any, scale: float) -> Any:
+        """Call the student's function."""
         import torch
 
         # [num_blocks, 2, kv_heads, block_size, head_dim]
@@ -131,12 +135,12 @@ class StudentKernels:
 
 
 def put_in(bench: Bench, runner: Any) -> None:
-    """Let the fast tier's Llama decode with the student's kernel."""
+    """Make the fast tier's Llama decode with the student's kernel."""
     runner.kv_cache.kernels = StudentKernels(bench, runner.kv_cache.kernels)
 
 
 def check_engine(bench: Bench) -> None:
-    """Forks and copies, swapping and prefixes that are shared; free blocks hold NaN."""
+    """Check a small Llama with forks, copies, swapping and shared prefixes; free blocks contain NaN."""
     import torch
 
     from minipaged.fast import cpu
@@ -157,7 +161,7 @@ def check_engine(bench: Bench) -> None:
 
 
 def check_model(bench: Bench) -> None:
-    """A few greedy tokens of SmolLM2, the last of which needs a second block."""
+    """Check a few greedy tokens of SmolLM2; the last one needs a second block."""
     loaded = LoadedModel.load(bench.model, "fast", "cpu", "float32")
     assert loaded.tokenizer
     work = [(loaded.tokenizer.encode(PROMPTS[0])[:14], SamplingParams(temperature=0, max_tokens=4))]
@@ -170,28 +174,28 @@ def check_model(bench: Bench) -> None:
 GPU_LIMITS = replace(
     LIMITS, gpu=True, memory_bytes=1 << 46, file_bytes=1 << 30, open_files=4096, processes_allowed=True
 )
-"""CUDA maps far more memory than there is, and Triton starts a compiler."""
+"""Limits on a GPU, where CUDA maps far more memory than exists, and Triton starts a compiler."""
 CHECKED = (
     DecodeCase(block_size=16, contexts=(100, 1, 33), heads=8, kv_heads=2, head_dim=64),
     DecodeCase(block_size=16, contexts=(100, 1, 33), heads=8, kv_heads=2, head_dim=64, dtype="float16"),
 )
 TIMED = {"seqs": 64, "context": 2048, "heads": 32, "kv_heads": 8, "head_dim": 128, "block_size": 16}
-"""Half a gigabyte of keys and values, in float16."""
+"""The sizes of the timed call: half a gigabyte of keys and values in float16."""
 ROUNDS = 5
-"""Measurements, of which the fastest counts."""
+"""The number of measurements; the fastest one counts."""
 
 
 def has_gpu() -> bool:
-    """Whether there is one to compile for."""
+    """Whether there is a GPU to compile for."""
     import torch
 
     return torch.cuda.is_available()
 
 
 def measure(bench: Bench) -> Performance:
-    """Scores a second (one query, one key, one head) of the compiled kernel, in turns with the fast tier's."""
+    """Measure the compiled kernel's scores per second (one query, one key, one head), in turns with the fast tier's."""
     if not has_gpu():
-        raise RuntimeError("there is no GPU here, and what the interpreter takes says nothing")
+        raise RuntimeError("there is no GPU here, and the interpreter's speed says nothing about the kernel's")
     with bench.beside(limits=GPU_LIMITS) as compiled:
         for case in CHECKED:
             try:

@@ -1,4 +1,4 @@
-"""Decode kernels: one program for each sequence and head; one with matrix products; and bugs on purpose."""
+"""Decode kernels: one program for each sequence and head; one with matrix products; and seeded bugs."""
 
 from __future__ import annotations
 
@@ -112,50 +112,110 @@ def paged_decode(query, keys, values, block_tables, context_lens, scale, out):
         HEAD_DIM=query.shape[2], DIM=max(16, triton.next_power_of_2(query.shape[2])),
     )
 """
-"""Another right one: a program for all heads of a key/value head, a block at a time, with matrix products."""
+"""Another right kernel: one program for all query heads of a key/value head, one block at a time, with tl.dot."""
 
 ONE_BLOCK, BLOCKS, TAIL = "one full block", "several blocks, through the table", "a last block that is not full"
 HEADS, BATCH, SIZES = "grouped-query heads", "batches of different lengths", "any block size, any head dimension"
 LARGE, LLAMA = "long contexts, large scores, float16", "a small Llama"
 
 BUGS = {
-    "no scale": (ONE_BLOCK, "* k, 1) * scale", "* k, 1)"),
-    "not divided": (ONE_BLOCK, "o / l, mask", "o, mask"),
-    "blocks without a gap between them": (ONE_BLOCK, "        keys.stride(0),", "        keys.stride(0) // 2,"),
-    "values from the keys": (ONE_BLOCK, "tl.load(values + at", "tl.load(keys + at"),
+    "no scale: scores are not multiplied by scale": (ONE_BLOCK, "* k, 1) * scale", "* k, 1)"),
+    "not divided: the output is not divided by l": (ONE_BLOCK, "o / l, mask", "o, mask"),
+    "blocks without a gap between them: the stride between blocks is wrong": (
+        ONE_BLOCK,
+        "        keys.stride(0),",
+        "        keys.stride(0) // 2,",
+    ),
+    "values from the keys: the keys are summed, not the values": (
+        ONE_BLOCK,
+        "tl.load(values + at",
+        "tl.load(keys + at",
+    ),
     "writes to the cache": (
         ONE_BLOCK,
         "        m_new = ",
         "        tl.store(values + at[:, None] + dim[None, :], v * 0, mask=seen)\n        m_new = ",
     ),
-    "writes no output": (ONE_BLOCK, "tl.store(out + row", "tl.store(query + row"),
-    "logical blocks for physical ones": (
+    "writes no output: the output is written to query": (ONE_BLOCK, "tl.store(out + row", "tl.store(query + row"),
+    "logical blocks for physical ones: the block table is not used": (
         BLOCKS,
         "block = tl.load(block_tables + seq * table_stride + position // BLOCK_SIZE, mask=filled, other=0)",
         "block = position // BLOCK_SIZE",
     ),
-    "the output does not fade": (BLOCKS, "o = o * fade", "o = o"),
-    "the denominator does not fade": (BLOCKS, "l = l * fade", "l = l"),
-    "one position too few": (
+    "the output does not fade: o is not scaled down when the maximum rises": (BLOCKS, "o = o * fade", "o = o"),
+    "the denominator does not fade: l is not scaled down when the maximum rises": (BLOCKS, "l = l * fade", "l = l"),
+    "one position too few: the last position of the context is not read": (
         BLOCKS,
         "length = tl.load(context_lens + seq)",
         "length = tl.load(context_lens + seq) - 1",
     ),
-    "no mask at the tail": (TAIL, "filled = position < length", "filled = position >= 0"),
-    "one position too many": (TAIL, "filled = position < length", "filled = position <= length"),
-    "weighs what is empty by 0": (TAIL, "seen = filled[:, None] & real[None, :]", "seen = real[None, :]"),
-    "empty scores are 0": (TAIL, 'scores = tl.where(filled, scores, float("-inf"))', ""),
-    "heads in turns": (HEADS, "kv_head = head // GROUP", "kv_head = head % (HEADS // GROUP)"),
-    "every query the first": (HEADS, "tl.load(query + row + dim", "tl.load(query + seq * HEADS * HEAD_DIM + dim"),
-    "everybody's table is the first's": (BATCH, "block_tables + seq * table_stride", "block_tables"),
-    "tables side by side": (BATCH, "block_tables.stride(0),", "block_tables.shape[1],"),
-    "everybody's length is the first's": (BATCH, "tl.load(context_lens + seq)", "tl.load(context_lens)"),
-    "stores the dimensions that do not exist": (SIZES, "o / l, mask=real", "o / l"),
-    "blocks of a power of two": (SIZES, "BLOCK_SIZE=block_size", "BLOCK_SIZE=triton.next_power_of_2(block_size)"),
-    "no maximum": (LARGE, "m_new = tl.maximum(m, tl.max(scores, 0))", "m_new = 0.0"),
-    "the maximum begins at 0": (LARGE, 'm = float("-inf")', "m = 0.0"),
-    "scores in float16": (LARGE, "tl.sum(q[None, :] * k, 1)", "tl.sum(q[None, :] * k, 1).to(tl.float16)"),
-    "keeps the tables of the call before": (
+    "no mask at the tail: slots without a token are read": (
+        TAIL,
+        "filled = position < length",
+        "filled = position >= 0",
+    ),
+    "one position too many: the slot after the last token is read": (
+        TAIL,
+        "filled = position < length",
+        "filled = position <= length",
+    ),
+    "weighs what is empty by 0: slots without a token are loaded and get the weight 0": (
+        TAIL,
+        "seen = filled[:, None] & real[None, :]",
+        "seen = real[None, :]",
+    ),
+    "empty scores are 0: slots without a token get the score 0, not minus infinity": (
+        TAIL,
+        'scores = tl.where(filled, scores, float("-inf"))',
+        "",
+    ),
+    "heads in turns: query head h reads key/value head h % kv_heads": (
+        HEADS,
+        "kv_head = head // GROUP",
+        "kv_head = head % (HEADS // GROUP)",
+    ),
+    "every query the first: all query heads use the first head's query": (
+        HEADS,
+        "tl.load(query + row + dim",
+        "tl.load(query + seq * HEADS * HEAD_DIM + dim",
+    ),
+    "everybody's table is the first's: all sequences read the first sequence's blocks": (
+        BATCH,
+        "block_tables + seq * table_stride",
+        "block_tables",
+    ),
+    "tables side by side: the stride of block_tables is not used": (
+        BATCH,
+        "block_tables.stride(0),",
+        "block_tables.shape[1],",
+    ),
+    "everybody's length is the first's: all sequences have the first sequence's context length": (
+        BATCH,
+        "tl.load(context_lens + seq)",
+        "tl.load(context_lens)",
+    ),
+    "stores the dimensions that do not exist: dimensions from head_dim on are stored": (
+        SIZES,
+        "o / l, mask=real",
+        "o / l",
+    ),
+    "blocks of a power of two: the block size is rounded up to a power of two": (
+        SIZES,
+        "BLOCK_SIZE=block_size",
+        "BLOCK_SIZE=triton.next_power_of_2(block_size)",
+    ),
+    "no maximum: the largest score is not subtracted": (
+        LARGE,
+        "m_new = tl.maximum(m, tl.max(scores, 0))",
+        "m_new = 0.0",
+    ),
+    "the maximum begins at 0: the maximum begins at 0, not at minus infinity": (LARGE, 'm = float("-inf")', "m = 0.0"),
+    "scores in float16: scores are computed in float16": (
+        LARGE,
+        "tl.sum(q[None, :] * k, 1)",
+        "tl.sum(q[None, :] * k, 1).to(tl.float16)",
+    ),
+    "keeps the tables of the call before: the block tables of an earlier call are used again": (
         LLAMA,
         "    seqs, heads, head_dim",
         "    block_tables = OLD.setdefault(tuple(block_tables.shape), block_tables.clone())\n    seqs, heads, head_dim",

@@ -1,7 +1,7 @@
-"""What runs in the worker beside a student's decode kernel: tensors made of the grader's arrays, and a clock.
+"""Runs in the worker with a student's decode kernel: makes tensors of the grader's arrays, and measures time.
 
-Loaded before the student's file. Nothing here knows what attention gives. Where `TRITON_INTERPRET` is set the tensors
-are the CPU's and Triton interprets the kernel; the worker that measures speed has it unset, and all is on the GPU.
+The module is loaded before the student's file. It does not compute attention. With `TRITON_INTERPRET` set, the tensors
+are on the CPU and Triton interprets the kernel. The worker that measures speed has it unset, and uses the GPU.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from triton.runtime.errors import InterpreterError
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 WARM_UP, REPEATS = 3, 20
-"""Calls before the clock is started (the first compiles), and calls that it measures together."""
+"""The number of calls before the clock starts (the first one compiles), and of the calls measured together."""
 
 
 def call(paged_decode: Any, query: Any, cache: Any, block_tables: Any, context_lens: Any, scale: Any) -> Any:
-    """What the function writes to `out`, and what else it wrote to."""
-    # Around the cache, beside and behind the tables, and on both sides of `out` lies memory that is nobody's: what goes
-    # too far shows.
+    """Call the function. Return its output, and the names of the other tensors that it wrote to."""
+    # Spare memory lies around the cache, beside and behind the tables, and on both sides of `out`, to detect reads and
+    # writes out of bounds.
     blocks = np.full((len(cache) + 2, *cache.shape[1:]), np.nan, cache.dtype)
     blocks[1:-1] = cache
     tables = np.full((len(query) + 256, block_tables.shape[1] + 1), -1, np.int32)
     tables[: len(query), :-1] = block_tables
-    room = np.full(query.size + 512, -4096, query.dtype)  # where that stays, nothing was written
+    room = np.full(query.size + 512, -4096, query.dtype)  # a place that keeps this value was not written
     given = {"query": query, "the cache": blocks, "block_tables": tables, "context_lens": context_lens, "out": room}
     q, c, t, n, r = (torch.tensor(array, device=DEVICE) for array in given.values())
     out = r[256:-256].view(q.shape)
-    version = r._version  # torch counts its own writes; a kernel's it does not see
+    version = r._version  # torch counts its own writes, but not a kernel's
     paged_decode(q, c[1:-1, 0], c[1:-1, 1], t[: len(query), :-1], n, scale, out)
     by_torch = ["`out` with torch"] if r._version != version else []
     after = {name: tensor.cpu().numpy() for name, tensor in zip(given, (q, c, t, n, r), strict=True)}
@@ -44,18 +44,18 @@ def call(paged_decode: Any, query: Any, cache: Any, block_tables: Any, context_l
 
 
 class KernelError(Exception):
-    """An error inside a kernel, told without the interpreter's wrapping; its traceback ends in the kernel's line."""
+    """An error inside a kernel, without the interpreter's wrapping. Its traceback ends in the kernel's line."""
 
 
 def decode(module: ModuleType, name: str, *arguments: Any) -> Any:
-    """`call` with the student's function."""
+    """Call the student's function as in `call`. Errors inside its kernel become KernelError."""
     try:
         return call(getattr(module, name), *arguments)
     except InterpreterError as error:
         causes: list[BaseException] = [error]
         while (cause := causes[-1].__cause__) is not None:
             causes.append(cause)
-        inside = [one for one in causes if _passes_through(one, module)]  # the last began in the kernel's own line
+        inside = [one for one in causes if _passes_through(one, module)]  # the last was raised in the kernel's own line
         text = f"{type(causes[-1]).__name__}: {causes[-1]}"
         raise KernelError(text).with_traceback(inside[-1].__traceback__ if inside else None) from None
 
@@ -65,7 +65,7 @@ def _passes_through(error: BaseException, module: ModuleType) -> bool:
 
 
 def has_kernel(module: ModuleType) -> bool:
-    """Whether the file has a Triton kernel of its own, wrapped perhaps (`@triton.heuristics`); not an imported one."""
+    """Whether the file defines a Triton kernel itself. It may be wrapped (`@triton.heuristics`)."""
     for value in vars(module).values():
         while type(value).__module__.startswith("triton.runtime"):
             value = getattr(value, "fn", None)
@@ -77,7 +77,7 @@ def has_kernel(module: ModuleType) -> bool:
 def fast_decode(
     query: Any, keys: Any, values: Any, block_tables: Any, context_lens: Any, scale: float, out: Any
 ) -> None:
-    """The fast tier's, with the student's arguments. (Where student code runs, it cannot be imported.)"""
+    """Call the fast tier's kernel with the arguments of a student's. (Student code cannot import that kernel.)"""
     from minipaged.fast.gpu.attention import paged_decode
     from minipaged.fast.kernels import Paged
 
@@ -88,7 +88,7 @@ def fast_decode(
 def seconds(
     module: ModuleType, name: str, seqs: int, context: int, heads: int, kv_heads: int, head_dim: int, block_size: int
 ) -> float:
-    """What one call takes, of many that are launched one after another, in float16."""
+    """Return the seconds per call of many calls in a row, in float16."""
     num_blocks = -(-context // block_size)
     torch.manual_seed(0)
     query = torch.randn(seqs, heads, head_dim, device=DEVICE).half()
@@ -109,6 +109,6 @@ def seconds(
 
 
 def _wait() -> None:
-    """A GPU works through what was launched while the host goes on."""
+    """Wait for the GPU, which runs launched kernels while the host goes on."""
     if DEVICE == "cuda":
         torch.cuda.synchronize()

@@ -1,1 +1,1 @@
-"""Assignment 8: whose turn it is when more requests come than can be served in time."""
+"""Assignment 8: the order of service when more requests arrive than can be served in time."""

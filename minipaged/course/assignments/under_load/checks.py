@@ -1,9 +1,9 @@
-"""Assignment 8, `under-load`: whose turn it is when more requests come than the machine can serve in time.
+"""Assignment 8, `under-load`: the order of service when more requests arrive than can be served in time.
 
-The real engine serves made-up loads on a simulated machine; of its decisions the student's part makes one, the order.
-What counts is how many requests are served within two objectives (goodput: Zhong et al., DistServe, OSDI 2024), and
-that nobody is forgotten over it: the longest wait for a first token is bounded by what it is in order of arrival. The
-yardstick lies between two orders: that of arrival, and our own (`Ours`).
+The real engine serves random loads on a simulated machine; the student's part decides the order. The score depends on
+the share of requests served within two objectives (goodput: Zhong et al., DistServe, OSDI 2024). The longest wait for a
+first token is bounded by LONGER times that in order of arrival, so that no request is starved. The required share lies
+between those of two orders: that of arrival, and our own (`Ours`).
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from minipaged.simulation.traces import ServedRequest, TraceReplay, TraceRequest
 OBJECTIVES = Objectives(first_token=3.0, between_tokens=0.12)
 BATCH_TOKENS = 512
 LONGER = 1.5
-"""How much longer than in order of arrival the longest wait may be."""
+"""The bound on the longest wait, as a multiple of that in order of arrival."""
 LEAST_BOUND = 10.0
-"""Seconds, where in order of arrival nearly nobody waits."""
+"""The least bound on the longest wait in seconds, for loads in which requests hardly wait in order of arrival."""
 ENGINE_WORKLOADS = 8
 MOST_STEPS = 5
-"""Times the steps that it takes in order of arrival: whoever needs more gets nowhere."""
+"""The most steps of a replay, as a multiple of those in order of arrival. An order that needs more gets nowhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivalLoad:
-    """Requests that arrive at random, phase after phase: (seconds, requests a second)."""
+    """Requests that arrive at random, in phases: (seconds, requests per second)."""
 
     name: str
     phases: tuple[tuple[float, float], ...]
@@ -62,7 +62,7 @@ BURSTS = ArrivalLoad("bursts", ((20, 7.0), (40, 1.5), (20, 7.0), (40, 1.5)))
 
 
 class RemotePolicy:
-    """One object of the student's class, in the worker. Its methods raise Failed and Misbehaviour."""
+    """One object of the student's class in the worker. Its methods raise Failed and Misbehaviour."""
 
     def __init__(self, bench: Bench, longest_wait: float) -> None:
         self._bench = bench
@@ -70,11 +70,11 @@ class RemotePolicy:
         module, name = bench.part
         made = self._ask(name, (module, name, (OBJECTIVES, longest_wait)))
         if not isinstance(made, Handle):
-            raise Failed(Failure(f"{self._made} gave {made!r}, no policy"))
+            raise Failed(Failure(f"{self._made} returned {made!r} instead of a policy"))
         self._policy = made
 
     def turns(self, requests: Sequence[RequestView], now: float) -> list[tuple[float, ...]]:
-        """Whose turn it is: of each request, as a tuple."""
+        """Return the turn of each request as a tuple."""
         try:
             answers = self._ask("turn", self._asked(requests, now))
         except Failed as failed:
@@ -88,7 +88,7 @@ class RemotePolicy:
         return self._bench.process.modules[0], "turns", (self._policy, values, now)
 
     def _raising(self, requests: Sequence[RequestView], now: float, message: str) -> str | None:
-        """A script of the first question that raises by itself, if there is one."""
+        """Return a script of the first call that raises by itself, or None."""
         outcomes = self._bench.process.batch([self._asked([request], now) for request in requests])
         raising = (request for request, answer in zip(requests, outcomes, strict=True) if isinstance(answer, Raised))
         request = next(raising, None)
@@ -118,7 +118,7 @@ class RemotePolicy:
 
 
 def script(bench: Bench, message: str, lines: Sequence[str]) -> str:
-    """A program that fails by itself."""
+    """Return a program that reproduces a failure."""
     text = "\n".join(lines)
     imports = []
     for module, names in (
@@ -131,7 +131,7 @@ def script(bench: Bench, message: str, lines: Sequence[str]) -> str:
 
 
 class StudentTurns(InTurn):
-    """An engine's policy in the student's order. It asks for many turns at once: each message takes its time."""
+    """An engine's policy with the student's order. It gets many turns in one message, because messages are slow."""
 
     def __init__(self, part: RemotePolicy, *settings: Any) -> None:
         super().__init__(*settings, by=self._known_turn, clock=time.perf_counter)
@@ -165,29 +165,29 @@ class StudentTurns(InTurn):
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """How a load was served."""
+    """The result of serving a load."""
 
     served: Sequence[ServedRequest]
     steps: int
 
     @property
     def in_time(self) -> float:
-        """The share of requests within both objectives."""
+        """The share of requests served within both objectives."""
         return attainment(self.served, OBJECTIVES)
 
     @property
     def longest_wait(self) -> float:
-        """For a first token, in seconds."""
+        """The longest wait for a first token, in seconds."""
         return max(one.first_token for one in self.served)
 
 
 def bound(first_come: LoadResult) -> float:
-    """Seconds that anybody may wait for a first token."""
+    """Return the longest allowed wait for a first token, in seconds."""
     return round(max(LEAST_BOUND, LONGER * first_come.longest_wait), 1)
 
 
 def served(requests: Sequence[TraceRequest], most_steps: float = math.inf, **order: Any) -> LoadResult:
-    """To the end of all, or for so many steps. `order`: a `policy` or a `turn`."""
+    """Serve the requests to the end, or for `most_steps` steps. `order` is a `policy` or a `turn`."""
     replay = TraceReplay(requests, max_num_batched_tokens=BATCH_TOKENS, **order)
     policy = replay.engine.scheduler.policy
     if isinstance(policy, StudentTurns):
@@ -200,7 +200,7 @@ def served(requests: Sequence[TraceRequest], most_steps: float = math.inf, **ord
 
 @cache
 def beside(load: ArrivalLoad, seed: int) -> tuple[LoadResult, LoadResult]:
-    """In order of arrival, and in our order: the same for every test of the load."""
+    """Return the results in order of arrival and in our order. All tests of the load share them."""
     requests = load.requests(seed)
     first_come = served(requests, policy=FirstComeFirstServed)
     return first_come, served(requests, turn=Ours(OBJECTIVES, bound(first_come)).turn)
@@ -219,7 +219,7 @@ class Graded:
 
     @classmethod
     def of(cls, bench: Bench, load: ArrivalLoad) -> Graded:
-        """Raises Failed where the student's order comes to no end, or somebody waits too long."""
+        """Serve the load. Raises Failed if the student's order does not end, or a request waits too long."""
         requests = load.requests(bench.seed)
         first_come, ours = beside(load, bench.seed)
         longest = bound(first_come)
@@ -231,31 +231,29 @@ class Graded:
             graded.fail(
                 bench,
                 f"after {students.steps:,} steps {left} of {len(requests)} requests have not ended; in order of "
-                f"arrival all have after {first_come.steps:,}",
-                [f"assert len(replay.served) == {len(requests)}, 'it comes to no end'"],
+                f"arrival all have ended after {first_come.steps:,}",
+                [f"assert len(replay.served) == {len(requests)}, 'not all requests have ended'"],
             )
         if students.longest_wait > longest:
             graded.fail(
                 bench,
-                f"somebody waits {students.longest_wait:.1f} s for a first token; {longest:g} s are allowed (by order"
-                f" of arrival the longest wait is {first_come.longest_wait:.1f} s)",
+                f"a request waits {students.longest_wait:.1f} s for its first token; {longest:g} s are allowed (in "
+                f"order of arrival the longest wait is {first_come.longest_wait:.1f} s)",
                 [
                     "waited = max(one.first_token for one in replay.served)",
-                    f'assert waited <= {longest!r}, f"somebody waits {{waited:.1f}} s for a first token"',
+                    f'assert waited <= {longest!r}, f"a request waits {{waited:.1f}} s for its first token"',
                 ],
             )
         return graded
 
     def least(self, share: float) -> float:
-        """What is in time so far on the way from the order of arrival to ours."""
+        """Return the share in time that is `share` of the way from order of arrival to our order."""
         return self.first_come.in_time + share * (self.ours.in_time - self.first_come.in_time)
 
     def require(self, bench: Bench, least: float, why: str) -> None:
-        """Raises Failed where fewer are served in time."""
+        """Raise Failed if a smaller share is served in time."""
         if self.students.in_time < least:
-            message = (
-                f"{self.students.in_time:.1%} of the requests are served in time; {least:.1%} are asked for: {why}"
-            )
+            message = f"{self.students.in_time:.1%} of the requests are served in time; {least:.1%} are required: {why}"
             self.fail(
                 bench,
                 message,
@@ -266,7 +264,7 @@ class Graded:
             )
 
     def fail(self, bench: Bench, message: str, lines: Sequence[str]) -> None:
-        """Raises Failed, with the load as a script and a table of who was served how."""
+        """Raise Failed, with the load as a script and a table of the results."""
         message = f"under {self.load.name}: {message}"
         body = [
             f"objectives = {OBJECTIVES!r}",
@@ -281,8 +279,8 @@ class Graded:
         raise Failed(Failure(message, drawing=self.drawing(), script=script(bench, message, body)))
 
     def drawing(self) -> tuple[str, ...]:
-        """Of short and of long requests, how many were in time, and who waited longest."""
-        rows = [["tokens asked for", "requests", "in time: yours", "by arrival", "longest wait: yours", "by arrival"]]
+        """Draw a table of the requests by size: the share in time and the longest wait of each quarter."""
+        rows = [["tokens in all", "requests", "in time: yours", "by arrival", "longest wait: yours", "by arrival"]]
         sizes = sorted(map(_tokens, self.requests))
         quarters = [sizes[len(sizes) * i // 4] for i in (1, 2, 3)]
         for low, high in zip([0, *quarters], [*quarters, math.inf], strict=True):
@@ -306,7 +304,7 @@ def _tokens(request: TraceRequest) -> int:
 
 @st.composite
 def views(draw: st.DrawFn) -> RequestView:
-    """A request at some moment of its life."""
+    """Draw a request at a random stage of its computation."""
     prompt, answer = draw(st.integers(1, 900)), draw(st.integers(1, 900))
     has = draw(st.sampled_from([0, prompt // 2, prompt, prompt + answer // 2]))
     return RequestView(
@@ -324,18 +322,18 @@ def views(draw: st.DrawFn) -> RequestView:
 
 
 def check_order(bench: Bench) -> None:
-    """Numbers, and the same for the same question."""
+    """Check that `turn` returns numbers, and the same numbers for the same arguments."""
 
     def run(drawn: tuple[RequestView, float]) -> None:
         request, later = drawn
         part, now = RemotePolicy(bench, 20.0), request.arrival_time + later
         first, second = part.turns([request] * 2, now)
         if first != second:
-            message = f"turn was asked the same twice, and returned first {first}, then {second}"
+            message = f"turn was called twice with the same arguments, and returned {first}, then {second}"
             lines = [
                 f"policy = {bench.part[1]}({OBJECTIVES!r}, 20.0)",
                 f"turns = [policy.turn({request!r}, {now!r}) for _ in range(2)]",
-                'assert turns[0] == turns[1], f"twice the same question: {turns}"',
+                'assert turns[0] == turns[1], f"two equal calls returned {turns}"',
             ]
             raise Failed(Failure(message, script=script(bench, message, lines)))
 
@@ -344,11 +342,11 @@ def check_order(bench: Bench) -> None:
 
 def check_light(bench: Bench) -> None:
     graded = Graded.of(bench, LIGHT)
-    graded.require(bench, graded.first_come.in_time, "as many as in order of arrival, which is good enough here")
+    graded.require(bench, graded.first_come.in_time, "the share in order of arrival, which is good enough here")
 
 
 def check_loads(share: float, *loads: ArrivalLoad) -> Callable[[Bench], None]:
-    """Whether so much of the way from the order of arrival to ours has been gone."""
+    """Return a check that the share in time is at least `share` of the way from order of arrival to our order."""
 
     def check(bench: Bench) -> None:
         for load in loads:
@@ -365,17 +363,17 @@ def parts_of(bench: Bench) -> Parts:
 
 
 def check_engine(bench: Bench) -> None:
-    """Crowded pools, beams, prefix caching: everybody ends, with the tokens as alone."""
+    """Check crowded pools, beams and prefix caching: all requests end, with the tokens that each has alone."""
     check_workloads(bench, islice(crowded_workloads(bench.seed), ENGINE_WORKLOADS), partial(parts_of, bench))
 
 
 def check_model(bench: Bench) -> None:
-    """The same texts as in order of arrival."""
+    """Check that SmolLM2 writes the same texts as in order of arrival."""
     check_texts(bench, partial(parts_of, bench))
 
 
 def measure(bench: Bench) -> Performance:
-    """Goodput under an overload: requests in time for each second in which some arrive, beside ours."""
+    """Measure the goodput under an overload: requests in time per second of arrivals, and that of our order."""
     graded = Graded.of(bench, OVERLOAD)
     seconds = sum(seconds for seconds, _ in OVERLOAD.phases)
     students, ours = (each.in_time * len(graded.requests) / seconds for each in (graded.students, graded.ours))
@@ -403,6 +401,6 @@ ASSIGNMENT = described(
     modules=(
         "minipaged.course.assignments.under_load.worker",
         *("minipaged.simulation.traces", "minipaged.reference.block_allocator", "minipaged.reference.block_table"),
-    ),  # all but the first so that students' tests may replay loads
+    ),  # the others are there so that students' tests can replay loads
     measure=measure,
 )

@@ -1,4 +1,4 @@
-"""Orders under load: ours, the same as single numbers, and what is no order, or none to be served by."""
+"""Orders under load: ours, the same order as single numbers, and seeded bugs."""
 
 from __future__ import annotations
 
@@ -24,22 +24,34 @@ FIRST = "        waited, has_begun ="
 TOKENS = "request.prompt_tokens + request.max_output_tokens"
 
 BUGS = {
-    "no number": (ORDER, FIRST, f"        return 'first'\n{FIRST}"),
-    "nothing": (ORDER, FIRST, f"        return None\n{FIRST}"),
-    "no tuple of numbers": (ORDER, FIRST, f"        return 1, None\n{FIRST}"),
-    "an empty tuple": (ORDER, FIRST, f"        return ()\n{FIRST}"),
-    "no order": (ORDER, FIRST, f"        return float('nan')\n{FIRST}"),
-    "at random": (ORDER, FIRST, f"        return __import__('random').random()\n{FIRST}"),
-    "it counts": (
+    "no number: turn returns a string": (ORDER, FIRST, f"        return 'first'\n{FIRST}"),
+    "nothing: turn returns None": (ORDER, FIRST, f"        return None\n{FIRST}"),
+    "no tuple of numbers: turn returns a tuple with None": (ORDER, FIRST, f"        return 1, None\n{FIRST}"),
+    "an empty tuple: turn returns an empty tuple": (ORDER, FIRST, f"        return ()\n{FIRST}"),
+    "no order: turn returns NaN": (ORDER, FIRST, f"        return float('nan')\n{FIRST}"),
+    "at random: turn returns a random number": (ORDER, FIRST, f"        return __import__('random').random()\n{FIRST}"),
+    "it counts: turn returns the number of its calls": (
         ORDER,
         FIRST,
         f"        self.asked = getattr(self, 'asked', 0) + 1\n        return self.asked\n{FIRST}",
     ),
-    "it raises": (ORDER, FIRST, f"        1 / (now - request.arrival_time)\n{FIRST}"),
-    "in order of arrival": (OVERLOAD, FIRST, f"        return request.arrival\n{FIRST}"),
-    "the longest first": (OVERLOAD, TOKENS, f"-({TOKENS})"),
-    "who is late already comes first": (OVERLOAD, "else 2,", "else 0,"),
-    "nobody is urgent": (BURSTS, "waited > self.urgent", "False"),
+    "it raises: turn divides by 0 when a request has just arrived": (
+        ORDER,
+        FIRST,
+        f"        1 / (now - request.arrival_time)\n{FIRST}",
+    ),
+    "in order of arrival: requests are served in order of arrival": (
+        OVERLOAD,
+        FIRST,
+        f"        return request.arrival\n{FIRST}",
+    ),
+    "the longest first: the requests with the most tokens are served first": (OVERLOAD, TOKENS, f"-({TOKENS})"),
+    "who is late already comes first: requests that can no longer be in time are served first": (
+        OVERLOAD,
+        "else 2,",
+        "else 0,",
+    ),
+    "nobody is urgent: the bound on the longest wait is ignored": (BURSTS, "waited > self.urgent", "False"),
 }
 
 SEEDED = seeded({"ours": OURS, "single numbers": NUMBERS}, BUGS)

@@ -1,4 +1,4 @@
-"""The order that students' are measured by."""
+"""The order that students' orders are compared with."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from minipaged.scheduling import Objectives, RequestView
 
 
 class Ours:
-    """The yardstick. Who has begun to answer goes on; then who can still be in time, the shortest first; then who
-    cannot. Whoever has waited for most of what is allowed goes before all of them."""
+    """Serves first the requests that have begun to answer or can still be in time, then the others, each time the
+    shortest first. One that has waited for most of the longest wait without a first token goes before all of them."""
 
     def __init__(self, objectives: Objectives, longest_wait: float) -> None:
         self.in_time = objectives.first_token

@@ -1,6 +1,6 @@
-"""What runs in the worker beside a student's policy: it asks for the turns of many requests at once.
+"""Runs in the worker with a student's policy: gets the turns of many requests in one message.
 
-A view with all its names would be most of a message, so each comes as a list of its values.
+Each view is sent as a list of its values, because the names of its fields would be most of the message.
 """
 
 from __future__ import annotations
@@ -11,5 +11,5 @@ from minipaged.scheduling import RequestView
 
 
 def turns(policy: Any, requests: Any, now: Any) -> Any:
-    """`policy.turn(request, now)` of each."""
+    """Return `policy.turn(request, now)` of each request."""
     return [policy.turn(RequestView(*values), now) for values in requests]

@@ -30,6 +30,7 @@ from benchmarks.allocator import allocator_results
 from benchmarks.side_by_side import Result, at_least, median_seconds, report
 from minipaged import LLM, SamplingParams
 from minipaged.fast.cpu import paged_decode
+from minipaged.fast.kernels import Paged
 
 MODEL = "smollm2-135m-instruct"
 PROMPT = "The librarian opened the oldest book in the house and began to read aloud to the children:"
@@ -93,7 +94,7 @@ def attention(dtype: str, context: int, repetitions: int) -> Result:
     scale = head_dim**-0.5
 
     def ours() -> torch.Tensor:
-        return paged_decode(query, keys, values, tables, rows, lens, scale)
+        return paged_decode(query, Paged(keys, values, tables, rows, lens), scale)
 
     def theirs() -> torch.Tensor:
         k, v = (pool[tables.long()].transpose(1, 2).flatten(2, 3) for pool in (keys, values))

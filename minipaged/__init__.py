@@ -48,7 +48,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """The LLMs are imported when first used: the engine and the allocators run where NumPy is not."""
+    """Import LLM and AsyncLLM when they are first used, so that the engine and the allocators run without NumPy."""
     if name == "LLM":
         from minipaged.llm import LLM
 

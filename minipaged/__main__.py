@@ -1,4 +1,4 @@
-"""`python -m minipaged` is the same as `minipaged`."""
+"""The command `python -m minipaged`, which does the same as `minipaged`."""
 
 from minipaged.cli import main
 

@@ -1,4 +1,4 @@
-"""Requests from an event loop: one thread owns the engine and steps it, coroutines add, read and cancel.
+"""Serves requests from an event loop: a thread owns the engine and steps it; coroutines add, read and cancel requests.
 
     allm = AsyncLLM("smollm2-135m-instruct")
     async for update in allm.generate("Once upon a time", SamplingParams(max_tokens=32)):
@@ -9,12 +9,12 @@
          ▲                                        │
       streams ◄── one hand-over to the loop ◄─────┘  after each step
 
-- Nobody but its thread ever touches the engine. What the loop wants done goes into the inbox, in order, and is done
+- Only its thread touches the engine. The loop puts its orders into the inbox; the thread carries them out, in order,
   between two steps.
-- What a step brings is handed to the loop in one go. Each request has one slot, in which updates that nobody has taken
-  yet become one: a reader who is slow, or sleeps, makes nothing grow but the text that he has not read.
-- Whatever ends a reader (he closes, or is cancelled, wherever he waits), his requests are aborted, and their blocks
-  are free before the next step (the invariant no-orphan).
+- The updates of a step are handed to the loop in one call. Each request has one slot, in which updates that have not
+  been read yet are joined into one. So behind a slow or sleeping reader, only the unread text grows.
+- When a reader ends (it closes its stream, or is cancelled, wherever it waits), its requests are aborted, and their
+  blocks are free before the next step (the invariant no-orphan).
 """
 
 from __future__ import annotations
@@ -35,47 +35,47 @@ from minipaged.api.prompts import Prompt
 from minipaged.engine.stats import Stats
 from minipaged.errors import EngineDead, InvalidRequest, MinipagedError, QueueFull, ShuttingDown
 from minipaged.events import Listener
-from minipaged.llm import LLM, LoadedModel, Params, check_before_loading
+from minipaged.llm import LLM, Params
 from minipaged.outputs import CompletionUpdate, RequestOutput, RequestUpdate
 from minipaged.params import SamplingParams
+from minipaged.setup.loaded_model import LoadedModel, check_before_loading
 from minipaged.setup.settings import GivenSettings, Settings, takes_settings
 
 Result = TypeVar("Result")
 LONG_TEXT = 2_000
-"""Characters; a longer text is tokenized in a thread, since that takes longer than the event loop should stand still.
-"""
+"""Length in characters above which a text is tokenized in a thread, because it would block the event loop too long."""
 
 
 class AsyncRequest(NamedTuple):
-    """One request, as it is asked for."""
+    """One request to add to the engine."""
 
     request_id: str
     prompt_token_ids: Sequence[int]
     params: Params
     prompt: str | None = None
-    """Its text, where it was given as text."""
+    """The prompt's text, if it was given as text."""
     priority: int = 0
 
 
 class Observer(Protocol):
-    """Somebody who counts what the engine does. Called on its thread, so to be quick about it."""
+    """An object that counts what the engine does. Its methods are called on the engine's thread, and must be fast."""
 
     def added(self, request_id: str, params: Params, num_prompt_tokens: int, arrival_time: float) -> None:
-        """The engine has taken this request. Times are in seconds of `time.perf_counter`."""
+        """Called when the engine has accepted a request. Times are in seconds of `time.perf_counter`."""
 
     def refused(self, number: int) -> None:
-        """The queue was full, and this number of requests was refused (QueueFull). An observer need not have this."""
+        """Called when this number of requests was refused because the queue is full (QueueFull). Optional."""
 
     def after_step(
         self, updates: Sequence[RequestUpdate], stats: Stats, num_running: int, num_waiting: int, now: float
     ) -> None:
-        """The engine has run a step, with this coming of it."""
+        """Called when the engine has run a step, with its results."""
 
 
 class Stream:
-    """What is new of one or more requests, for one reader: an iterator of their updates, which ends when they have.
+    """An iterator over the updates of one or more requests, for one reader; it ends when all of them have ended.
 
-    `finals_only`: only their last updates are wanted, which have the whole output.
+    `finals_only`: yield only each request's last update, which has the whole output.
     """
 
     def __init__(self, llm: AsyncLLM, asked: Sequence[AsyncRequest], *, finals_only: bool = False) -> None:
@@ -83,7 +83,7 @@ class Stream:
         self._llm = llm
         self._finals_only = finals_only
         self._open = set(self.request_ids)
-        self._slots: dict[str, RequestUpdate] = {}  # the requests of which there is something new, at most one update
+        self._slots: dict[str, RequestUpdate] = {}  # by request, its unread updates joined into one
         self._error: Exception | None = None
         self._news = asyncio.Event()
         self._taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -92,7 +92,7 @@ class Stream:
         return self
 
     async def __anext__(self) -> RequestUpdate:
-        """Raises EngineDead when the engine's thread has died."""
+        """Return the next update. Raises EngineDead if the engine's thread has died."""
         while not self._slots:
             if self._error:
                 raise self._error
@@ -106,16 +106,16 @@ class Stream:
         return update
 
     async def outputs(self) -> list[RequestOutput]:
-        """All of it, once all requests have ended; in the order in which they were asked for."""
+        """Wait until all requests have ended, and return their outputs in the order in which they were added."""
         outputs = {update.request_id: update.output async for update in self if update.output}
         return [outputs[request_id] for request_id in self.request_ids]
 
     def close(self) -> None:
-        """Nobody reads any more: what goes on is aborted."""
+        """Stop reading; requests that have not ended are aborted."""
         self._llm._leave(self, self._open)
         self._open = set()
 
-    # --- From the engine, by way of the loop ------------------------------------------------------
+    # --- Called in the loop with what comes from the engine ---------------------------------------
 
     def _put(self, update: RequestUpdate) -> None:
         if self._finals_only and not update.output:
@@ -125,7 +125,7 @@ class Stream:
         self._news.set()
 
     def _settle(self, error: Exception | None) -> None:
-        """The engine has taken the requests, or refused them."""
+        """Note that the engine has accepted the requests, or refused them with an error."""
         if not self._taken.done():
             if error:
                 self._taken.set_exception(error)
@@ -139,15 +139,15 @@ class Stream:
 
 
 class AsyncLLM:
-    """An `LLM` whose requests come from one event loop, as many at a time as there are.
+    """An `LLM` that serves any number of concurrent requests from one event loop.
 
-    What a step raises is the end of it: every reader is told (EngineDead). What is one request's trouble (bad logits,
-    tokens without a text) is in its output, as everywhere. Raises InvalidRequest, beside what `LLM` raises, where
-    `max_model_len` is longer than the pool: a server's clients are told it.
+    An error of a step ends the engine, and every reader gets EngineDead. An error of a single request (bad logits,
+    tokens that cannot be decoded) is in its output, as with `LLM`. Raises the errors of `LLM`, and InvalidRequest if
+    `max_model_len` is longer than the pool, because a server reports it to its clients.
 
-    `max_waiting`: where so many requests wait for their first turn, further ones are refused (QueueFull); those of one
-    `add` are taken together, though they may be more. `observers` are told what happens, on the engine's thread. The
-    rest is as for `LLM`.
+    `max_waiting` limits the queue: while this number of requests wait for their first turn, further ones are refused
+    (QueueFull). The requests of one `add` are accepted together, even if they exceed the limit. `observers` are called
+    on the engine's thread. The other arguments are those of `LLM`.
     """
 
     @takes_settings
@@ -166,24 +166,24 @@ class AsyncLLM:
         try:
             _check_servable(config.max_model_len, config.num_blocks, config.block_size)
         except InvalidRequest:
-            if self.llm.loaded is not model:  # nobody else has it
+            if self.llm.loaded is not model:  # it is used nowhere else
                 self.llm.close()
             raise
         self.max_waiting = max_waiting
         self.observers = list(observers)
         self.error: BaseException | None = None
-        """What the engine's thread died of, if it has."""
+        """The error that ended the engine's thread, or None."""
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None: stop
-        self._streams: dict[str, Stream] = {}  # of the requests that go on
-        self._left: set[str] = set()  # whose readers have left, and of which the engine has yet to tell the end
+        self._streams: dict[str, Stream] = {}  # by request that has not ended
+        self._left: set[str] = set()  # requests whose reader has left, and whose end the engine has yet to report
         self._all_ended = asyncio.Event()
-        self._ended = asyncio.Event()  # the engine's thread has
+        self._ended = asyncio.Event()  # set when the engine's thread has ended
         self._closing = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="minipaged-engine", daemon=True)
         self._tokenizer = ThreadPoolExecutor(1, "minipaged-tokenizer")
         self.on_death: Callable[[BaseException], None] | None = None
-        """Called in the loop when the engine's thread has died, after all readers were told."""
+        """A function that is called in the loop when the engine's thread has died, after all readers got the error."""
 
     # --- For coroutines ---------------------------------------------------------------------------
 
@@ -195,10 +195,10 @@ class AsyncLLM:
         *,
         priority: int = 0,
     ) -> AsyncIterator[RequestUpdate]:
-        """Continue one prompt (text, or a list of token ids), and give what is new of it after each step.
+        """Continue one prompt (text, or a list of token ids), and yield its new output after each step.
 
-        The last update carries the whole output. Whoever closes the iterator, or is cancelled, ends the request.
-        Raises what `add` raises.
+        The last update carries the whole output. Closing the iterator, or cancelling its reader, ends the request.
+        Raises the errors of `add`.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
         given = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
@@ -212,9 +212,10 @@ class AsyncLLM:
             stream.close()
 
     async def add(self, asked: Sequence[AsyncRequest], *, finals_only: bool = False) -> Stream:
-        """Let requests wait for their turn, all of them or none; their stream has to be closed when it is left early.
+        """Add requests to the waiting queue, all of them or none, and return their stream. A reader who leaves early
+        must close the stream.
 
-        Raises InvalidRequest for one that could never be served, QueueFull, ShuttingDown, EngineDead.
+        Raises InvalidRequest for a request that could never be served, QueueFull, ShuttingDown, EngineDead.
         """
         self.check_open(asked)
         self.start()
@@ -225,13 +226,13 @@ class AsyncLLM:
         try:
             await stream._taken
         except BaseException:
-            stream.close()  # also if it was cancelled while being added
+            stream.close()  # also if this was cancelled while the requests were being added
             raise
         return stream
 
     async def shutdown(self, timeout: float = 0.0) -> None:
-        """Take no more requests, let those that go on finish for `timeout` seconds, abort the rest; then the engine's
-        thread ends. Readers get what was generated until then. (Workers end by `LLM.close`, or with the LLM.)"""
+        """Refuse new requests, let the others go on for `timeout` seconds, abort the rest, and end the engine's thread.
+        Readers get all output generated until then. (Worker processes end later, by `LLM.close` or with the LLM.)"""
         self._closing = True
         self._tokenizer.shutdown(wait=False, cancel_futures=True)
         if not self._thread.is_alive():
@@ -243,13 +244,13 @@ class AsyncLLM:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._wait_for_all(), timeout=60)  # the step in progress may be long
         self._inbox.put(None)
-        await self._ended.wait()  # and not in a thread that joins: who is cancelled here need not wait for the step
+        await self._ended.wait()  # not a thread that joins: a caller that is cancelled here need not wait for the step
         self._thread.join()
 
     async def tokenizing(self, num_characters: int, call: Callable[[], Result]) -> Result:
-        """What `call` returns, which tokenizes so many characters. Long texts have a thread, in which they wait for
-        each other and for nobody else; short ones do not lose their turn to it. Raises ShuttingDown and what it raises.
-        """
+        """Return the result of `call`, which tokenizes this number of characters. Long texts are tokenized in a thread,
+        one after another; short ones here, so that they never wait for long ones. Raises ShuttingDown and the errors of
+        `call`."""
         if num_characters <= LONG_TEXT:
             return call()
         self.check_open()
@@ -261,15 +262,15 @@ class AsyncLLM:
 
     @property
     def num_open(self) -> int:
-        """Requests that go on."""
+        """The number of requests that have not ended."""
         return len(self._streams)
 
     def check_open(self, asked: Iterable[AsyncRequest] = ()) -> None:
-        """Raise what `add` raises at once: EngineDead, ShuttingDown, InvalidRequest."""
+        """Raise the errors that `add` can raise without the engine: EngineDead, ShuttingDown, InvalidRequest."""
         if self.error is not None:
-            raise EngineDead(f"the engine has stopped; start it again. It has stopped of this: {told(self.error)}")
+            raise EngineDead(f"the engine has stopped; start it again. The cause: {told(self.error)}")
         if self._loop is not None and self._loop is not asyncio.get_running_loop():
-            raise InvalidRequest("this AsyncLLM is another event loop's; make another one, of the same LoadedModel")
+            raise InvalidRequest("this AsyncLLM is of another event loop; make one here, from the same LoadedModel")
         if self._closing:
             raise ShuttingDown("the engine is shutting down and takes no more requests; ask another, or later")
         names: set[str] = set()
@@ -281,17 +282,17 @@ class AsyncLLM:
             names.add(one.request_id)
 
     def start(self) -> None:
-        """Begin to serve this event loop. (`add` does so too; until then nobody hears of it if a worker fails.)"""
+        """Begin to serve this event loop. (`add` does so too; before that, the failure of a worker is not noticed.)"""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._thread.start()
-            inbox = self._inbox  # the workers, which others keep, must not keep all of this
+            inbox = self._inbox  # workers may outlive this object, and must not keep it alive
             self.llm.engine.runner.on_failure(lambda error: inbox.put(partial(_raise, error)))
 
     def _leave(self, stream: Stream, request_ids: Iterable[str]) -> None:
-        """The reader of this stream does not read these any more."""
+        """Abort these requests of a stream, because its reader has left."""
         for request_id in request_ids:
-            if self._streams.get(request_id) is stream:  # and not another, which has the id now
+            if self._streams.get(request_id) is stream:  # another stream may have the id now
                 del self._streams[request_id]
                 self._left.add(request_id)
                 self._inbox.put(partial(self.llm.engine.abort, request_id))
@@ -315,14 +316,14 @@ class AsyncLLM:
                     self._tell(self.llm.engine.step())
         except BaseException as error:
             self.error = error
-            with suppress(RuntimeError):  # the loop is closed: nobody is there to be told
+            with suppress(RuntimeError):  # the loop is closed, so there is no reader left
                 self._in_loop(self._fail_all, error)
         finally:
             with suppress(RuntimeError):
                 self._in_loop(self._ended.set)
 
     def _follow_inbox(self) -> bool:
-        """Do what was asked for; wait for something where there is nothing else to do. False: stop."""
+        """Carry out the orders in the inbox; wait for one if there is nothing to step. False: stop."""
         waits = not self.llm.engine.has_unfinished_requests()
         while True:
             try:
@@ -343,7 +344,7 @@ class AsyncLLM:
                 for observer in self.observers:
                     if hasattr(observer, "refused"):
                         observer.refused(len(asked))
-                raise QueueFull(f"{self.max_waiting} requests wait already; ask again later, or another server")
+                raise QueueFull(f"{self.max_waiting} requests wait already; ask again later, or ask another server")
             for one in asked:
                 engine.add_request(
                     one.prompt_token_ids,
@@ -353,7 +354,7 @@ class AsyncLLM:
                     priority=one.priority,
                 )
                 added.append(one)
-        except Exception as refused:  # whatever it is, it is these requests', and nobody else's
+        except Exception as refused:  # any error concerns only these requests
             error = refused
             for one in added:
                 engine.abort(one.request_id)
@@ -379,12 +380,12 @@ class AsyncLLM:
     # --- In the loop ------------------------------------------------------------------------------
 
     def _settle(self, stream: Stream, error: Exception | None, added: set[str]) -> None:
-        """The engine has `added` these of the stream's requests; all, unless there is an error."""
+        """Note that the engine has `added` these requests of the stream: all of them, unless there is an error."""
         if error:
             for request_id in stream.request_ids:
                 self._left.discard(request_id)
                 self._streams.pop(request_id, None)
-            self._left |= added  # of which it has yet to tell the end
+            self._left |= added  # the engine has yet to report their end
             self._note_ends()
         stream._settle(error)
 
@@ -408,7 +409,7 @@ class AsyncLLM:
 
 
 def check_before_serving(**settings: Unpack[GivenSettings]) -> None:
-    """Raise InvalidRequest for settings of an AsyncLLM that are wrong whatever its model."""
+    """Raise InvalidRequest for settings of an AsyncLLM that are wrong for every model."""
     check_before_loading(**settings)
     asked = Settings(**settings)
     if asked.max_model_len is not None and asked.num_blocks is not None:
@@ -416,18 +417,18 @@ def check_before_serving(**settings: Unpack[GivenSettings]) -> None:
 
 
 def _check_servable(max_model_len: int, num_blocks: int, block_size: int) -> None:
-    """Raise InvalidRequest where a sequence may be longer than all blocks together: clients of a server are told
-    max_model_len, and go by it."""
+    """Raise InvalidRequest if `max_model_len` is longer than the pool. A server reports it to its clients, which rely
+    on it."""
     room = num_blocks * block_size
     if max_model_len > room:
         raise InvalidRequest(
-            f"max_model_len is {max_model_len}, and no sequence could become so long: the pool holds {room} tokens "
+            f"max_model_len is {max_model_len}, but no sequence can become that long: the pool holds {room} tokens "
             f"({num_blocks} blocks of {block_size}); lower max_model_len to {room} or leave it out, or raise num_blocks"
         )
 
 
 def told(error: BaseException) -> str:
-    """What the engine has died of; of errors that are ours, their own words."""
+    """The cause of the engine's death as text: the message of an error of ours, the repr of any other."""
     return str(error) if isinstance(error, MinipagedError) else repr(error)
 
 
@@ -436,13 +437,13 @@ def _raise(error: Exception) -> None:
 
 
 def _prompt_length(asked: AsyncRequest) -> int:
-    """Tokens that the engine takes of the prompt."""
+    """The number of tokens that the engine uses of the prompt."""
     most = asked.params.truncate_prompt_tokens if isinstance(asked.params, SamplingParams) else None
     return min(len(asked.prompt_token_ids), most or len(asked.prompt_token_ids))
 
 
 def joined(earlier: RequestUpdate, later: RequestUpdate) -> RequestUpdate:
-    """Two updates of a request as one."""
+    """Join two updates of a request into one."""
     parts = {part.index: part for part in earlier.completions}
     for new in later.completions:
         old = parts.get(new.index)

@@ -1,17 +1,17 @@
-"""What a tier must provide: the contracts. (The invariants and exceptions they name are in `errors.py`.)
+"""The contracts: the interfaces that a tier implements. (`errors.py` has the invariants and exceptions they name.)
 
-minipaged is written twice: `reference/` to be read and `fast/` to be fast. This file is what the two
-have in common and what everything above them (engine, tests, grader) relies on. It is plain Python,
-with no NumPy at import, so that it runs wherever Python runs.
+minipaged is written twice: `reference/` to be read and `fast/` to be fast. Both implement the interfaces in this file,
+and everything above them (engine, tests, grader) relies on these alone. The file is plain Python and imports no NumPy,
+so that it runs wherever Python runs.
 
-The words used everywhere (Kwon et al., SOSP 2023, section 4):
+The terms used everywhere (Kwon et al., SOSP 2023, section 4):
 
 - *block*: the keys and values of `block_size` consecutive tokens, in every layer. A *physical* block is
   a number in `range(num_blocks)`; a *logical* block is an index into one sequence's block table.
 - *slot*: room for one token. Slot number = block * block_size + offset.
 - *block table*: the list of physical blocks of one sequence, in logical order.
-- *reference count*: how many table entries (and prefix-cache entries) hold a block.
-- *copy-on-write*: before writing into a block that others hold too, take a copy of it.
+- *reference count*: the number of table entries (and prefix-cache entries) that hold a block.
+- *copy-on-write*: a sequence that writes into a block held by others too takes a copy of it first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from minipaged.scheduling import Costs
 from minipaged.steps import CopyPair, StepInput
 
 Logits = Any
-"""An array [rows, vocab_size] of the tier that made it. The engine hands it on and never looks inside."""
+"""An array [rows, vocab_size], of the type that its tier uses. The engine passes it on and never looks inside."""
 
 
 # --- The block allocator --------------------------------------------------------------------------
@@ -41,13 +41,13 @@ class BlockAllocator(ABC):
 
         free --allocate--> held, 1 --share--> held, 2 ... --free--> held, 1 --free--> free
 
-    A call that raises changes nothing (atomic-failure). Any class with the abstract members below is accepted
-    anywhere, whether or not it subclasses this one (see `engine.checked_allocator`).
+    A call that raises changes nothing (the invariant atomic-failure). Any class with the abstract members below is
+    accepted as an allocator, whether or not it subclasses this one (see `engine.checked_allocator`).
     """
 
     @abstractmethod
     def __init__(self, num_blocks: int) -> None:
-        """A pool of `num_blocks` free blocks. Raises ValueError when `num_blocks < 1`."""
+        """Create a pool of `num_blocks` free blocks. Raises ValueError if `num_blocks < 1`."""
 
     @property
     @abstractmethod
@@ -57,34 +57,34 @@ class BlockAllocator(ABC):
     @property
     @abstractmethod
     def num_free(self) -> int:
-        """How many blocks are free."""
+        """The number of free blocks."""
 
     @abstractmethod
     def allocate(self) -> int:
-        """A block that was free, now with reference count 1. Raises OutOfBlocks."""
+        """Take a free block and return it; its reference count is now 1. Raises OutOfBlocks if no block is free."""
 
     @abstractmethod
     def share(self, block: int) -> None:
-        """One more reference on a held block. Raises BlockNotAllocated."""
+        """Add a reference to a held block. Raises BlockNotAllocated if it is not held."""
 
     @abstractmethod
     def free(self, block: int) -> None:
-        """One reference less; at 0 the block is free again. Raises BlockNotAllocated."""
+        """Give up one reference; at 0 the block is free again. Raises BlockNotAllocated if it is not held."""
 
     @abstractmethod
     def ref_count(self, block: int) -> int:
-        """How many hold `block`: 0 when free. Raises BlockNotAllocated for a number outside the pool."""
+        """The reference count of `block`; 0 if it is free. Raises BlockNotAllocated for a number outside the pool."""
 
     @abstractmethod
     def copy_on_write(self, block: int) -> int:
-        """The block to write to instead of `block`.
+        """Return the block that the caller may write to instead of `block`.
 
-        `block` itself when the caller is its only holder. Otherwise a newly allocated block, and one reference
-        on `block` is given up; the caller copies the contents. Raises OutOfBlocks, BlockNotAllocated.
+        This is `block` itself if the caller is its only holder. Otherwise it is a newly allocated block, one
+        reference on `block` is given up, and the caller copies the contents. Raises OutOfBlocks, BlockNotAllocated.
         """
 
     def allocate_many(self, n: int) -> Sequence[int]:
-        """`n` blocks, or OutOfBlocks and none. Raises ValueError when `n` is negative."""
+        """Allocate `n` blocks, or raise OutOfBlocks and allocate none. Raises ValueError if `n` is negative."""
         if n < 0:
             raise ValueError(f"cannot allocate {n} blocks; ask for 0 or more")
         if n > self.num_free:
@@ -94,7 +94,7 @@ class BlockAllocator(ABC):
             for _ in range(n):
                 taken.append(self.allocate())
         except InvariantViolation:
-            raise  # of an allocator that is broken nothing can be asked; what it broke first is what to report
+            raise  # a broken allocator cannot roll back reliably, and the first broken invariant is the one to report
         except BaseException:
             for block in reversed(taken):
                 self.free(block)
@@ -102,7 +102,7 @@ class BlockAllocator(ABC):
         return taken
 
     def share_many(self, blocks: Iterable[int]) -> None:
-        """`share` each of `blocks` (a block may occur twice), or BlockNotAllocated and none."""
+        """`share` each of `blocks` (a block may occur twice), or raise BlockNotAllocated and share none."""
         shared: list[int] = []
         try:
             for block in blocks:
@@ -116,7 +116,7 @@ class BlockAllocator(ABC):
             raise
 
     def free_many(self, blocks: Iterable[int]) -> None:
-        """`free` each of `blocks` in the order given (one may occur twice), or BlockNotAllocated and none."""
+        """`free` each of `blocks` in this order (one may occur twice), or raise BlockNotAllocated and free none."""
         blocks = list(blocks)
         references: dict[int, int] = {}
         for block in blocks:
@@ -134,65 +134,66 @@ class BlockAllocator(ABC):
 class BlockTable(ABC):
     """Maps the positions of one sequence to slots (paper, section 4.2 and Fig. 6).
 
-    Position p lives in logical block `p // block_size` at offset `p % block_size`. All blocks are full but the
-    last, of which the first slots are filled. The table holds one reference on each of its blocks.
+    Position p is in logical block `p // block_size` at offset `p % block_size`. All blocks but the last are full; the
+    last is filled from its first slot on. The table holds one reference on each of its blocks.
     """
 
     @abstractmethod
     def __init__(self, block_size: int, allocator: BlockAllocator) -> None:
-        """An empty table over `allocator`'s pool. Raises ValueError when `block_size < 1`."""
+        """Create an empty table over `allocator`'s pool. Raises ValueError if `block_size < 1`."""
 
     @property
     @abstractmethod
     def blocks(self) -> Sequence[int]:
-        """The physical blocks in logical order. Not to be changed by the caller."""
+        """The physical blocks in logical order. The caller must not change them."""
 
     @property
     @abstractmethod
     def num_tokens(self) -> int:
-        """How many slots are filled: positions 0 .. num_tokens - 1 have one."""
+        """The number of filled slots; they hold positions 0 .. num_tokens - 1."""
 
     @abstractmethod
     def blocks_needed(self, num_new_tokens: int) -> int:
-        """How many blocks `append(num_new_tokens)` would allocate, a copy-on-write included."""
+        """The number of blocks that `append(num_new_tokens)` would allocate, including a copy-on-write."""
 
     @abstractmethod
     def append(self, num_new_tokens: int) -> list[CopyPair]:
-        """Slots for `num_new_tokens` more tokens, each in a block that only this table holds.
+        """Add slots for `num_new_tokens` more tokens, each in a block that only this table holds.
 
-        Returns the copy to make before the new slots are written: one pair when the last block was shared and
-        partly filled, else none. Raises OutOfBlocks and changes nothing when the pool has too few.
+        Returns the copy to make before the new slots are written: one pair if the last block was shared and partly
+        filled, else none. If the pool has too few free blocks, raises OutOfBlocks and changes nothing.
         """
 
     @abstractmethod
     def adopt(self, blocks: Sequence[int]) -> None:
-        """Begin this empty table with full blocks that somebody else holds: takes a reference on each."""
+        """Begin this empty table with full blocks that are already held elsewhere, and take a reference on each."""
 
     @abstractmethod
     def fork(self) -> BlockTable:
-        """A second table over the same blocks, all now shared."""
+        """Return a second table over the same blocks, which the two tables now share."""
 
     @abstractmethod
     def trim(self, num_tokens: int) -> None:
-        """Keep the first `num_tokens` positions; give back the blocks past them, last first.
+        """Keep the first `num_tokens` positions; free the blocks after them, the last one first.
 
-        `trim(0)` gives everything back. Raises ValueError outside `0 <= num_tokens <= self.num_tokens`.
+        `trim(0)` frees all blocks. Raises ValueError outside `0 <= num_tokens <= self.num_tokens`.
         """
 
     @abstractmethod
     def replace(self, logical_block: int, block: int) -> None:
-        """Let `logical_block` be held in `block`, which has the same content: share it, give the old one back."""
+        """Replace the table's block number `logical_block` by `block`, which has the same content. Share the new block,
+        and free the old one."""
 
     @abstractmethod
     def relocate(self, blocks: Sequence[int], allocator: BlockAllocator) -> None:
-        """The same tokens now live in `blocks` of another pool (swapping).
+        """Use `blocks` of another pool, which hold the same tokens, from now on (swapping).
 
-        The caller has taken this table's references on `blocks`; the table gives back those on its old blocks.
+        The caller has already taken this table's references on `blocks`; the table frees its old blocks.
         """
 
     @abstractmethod
     def slot_mapping(self, start: int, stop: int) -> Sequence[int]:
-        """The slots of positions start .. stop - 1. Raises ValueError where there is none."""
+        """The slots of positions start .. stop - 1. Raises ValueError if one of them has no slot."""
 
 
 # --- Running a step -------------------------------------------------------------------------------
@@ -200,26 +201,26 @@ class BlockTable(ABC):
 
 @dataclass(frozen=True, slots=True)
 class BatchRow:
-    """The tokens of one sequence that one forward pass runs: its query tokens."""
+    """The query tokens of one sequence (the tokens that a forward pass runs), with its block table."""
 
     token_ids: Sequence[int]
-    """[num_query_tokens]. Where a runner does not wait for the tokens of the step before, -1 - i is choice i there."""
+    """[num_query_tokens]. If the runner has not waited for the step before, -1 - i means choice i of that step."""
     first_position: int
-    """The position of `token_ids[0]`: everything before it is in the KV cache already."""
+    """The position of `token_ids[0]`; all earlier positions are in the KV cache already."""
     blocks: Sequence[int]
-    """The sequence's block table: covers positions 0 .. first_position + num_query_tokens - 1."""
+    """The sequence's block table, which covers positions 0 .. first_position + num_query_tokens - 1."""
     wants_logits: bool
-    """Whether the logits after the last query token are asked for."""
+    """Whether the logits after the last query token are needed."""
     num_prompt_logits: int = 0
-    """After so many of the first query tokens, logits are needed for the log-probabilities of a prompt."""
+    """The number of query tokens, from the first, whose logits are needed for the prompt's log-probabilities."""
 
     @property
     def context_len(self) -> int:
-        """How many of the sequence's tokens have K and V after the pass."""
+        """The number of the sequence's tokens that have K and V after the pass."""
         return self.first_position + len(self.token_ids)
 
     def slots(self, block_size: int) -> list[int]:
-        """[num_query_tokens]: where to write K and V of each token."""
+        """The slots [num_query_tokens] to write K and V of the query tokens to."""
         return slots_of(self.blocks, self.first_position, self.context_len, block_size)
 
 
@@ -229,48 +230,48 @@ def slots_of(blocks: Sequence[int], start: int, stop: int, block_size: int) -> l
 
 
 Batch = Sequence[BatchRow]
-"""One forward pass: prefill (many query tokens), decode (one) and mixed batches are all the same."""
+"""The rows of one forward pass. Prefill rows (many query tokens) and decode rows (one) may be mixed."""
 
 
 class StepResult(NamedTuple):
-    """What a step has come to."""
+    """The result of a step."""
 
     choices: Sequence[Sampled]
-    """The tokens chosen, in the order of the rows. They may be fetched when they are first looked at. Where none can be
-    chosen, its `error` says why."""
+    """The chosen tokens, in the order of the rows. The runner may fetch them only when they are first read. If no token
+    can be chosen, the `error` of its `Sampled` says why."""
     logits: Logits
-    """[rows with `num_choices` other than 0, vocab_size], for beam search."""
+    """Logits [rows whose `num_choices` is not 0, vocab_size], for beam search."""
     prompt_logprobs: Mapping[int, Sequence[Sampled]] = {}
-    """By sequence, where `SamplingParams.prompt_logprobs` asks for it: of each token of the prompt that follows one of
-    its row's query tokens, given where other tokens are chosen. They too may be fetched when they are first looked at.
-    """
+    """Log-probabilities of prompt tokens, by sequence, if `SamplingParams.prompt_logprobs` asks for them: an entry for
+    each prompt token that follows one of the row's query tokens. They too may be fetched only when first read."""
 
 
 class Runner(ABC):
-    """What runs steps: each tier's Llama; a model that checks every read; a simulated machine.
+    """Runs steps. Each tier's Llama is a runner; so are a model that checks every read, and a simulated machine.
 
-    A runner that is given batches of plain rows, and need not know of differences, is a `mirror.MirroredRunner`.
+    A runner that wants complete batches, and not the differences between steps, is a `mirror.MirroredRunner`.
     """
 
     @abstractmethod
     def run(self, step: StepInput) -> StepResult:
-        """Follow the differences; move blocks; run the rows: write K and V of every query token into its slot, attend
-        through the block tables; choose tokens.
+        """Run one step: apply its differences, move blocks, run the rows, and choose tokens.
 
-        After an error the next step is a `fresh` one, so whatever this one has half done is forgotten.
+        Running a row writes K and V of its query tokens into their slots and attends through its block table. After an
+        error the next step is a `fresh` one, so that anything left half done is discarded.
         """
 
     @abstractmethod
     def costs(self) -> Costs:
-        """What swapping and recomputing pay for here. A tier measures it, when it is first asked for or before."""
+        """The costs of swapping and recomputing on this machine. A tier measures them at the first call or earlier."""
 
     def read_blocks(self, blocks: Sequence[int]) -> Sequence[bytes]:
-        """K and V of these device blocks, after all steps that it was given: what `BlockMoves.load` brings to others.
+        """K and V of these device blocks after all steps so far, in the format that `BlockMoves.load` takes.
         (A simulated machine has none.)"""
-        raise NotImplementedError(f"{type(self).__name__} has no blocks to be read")
+        raise NotImplementedError(f"{type(self).__name__} has no blocks to read")
 
     def on_failure(self, call: Callable[[Exception], None]) -> None:
-        """Call this, on any thread, should it become unable to run steps while it has none to run. (Most cannot.)"""
+        """Register a function that is called, on any thread, if the runner fails between steps. (Most runners cannot
+        fail then, and ignore this.)"""
         del call
 
 
@@ -279,21 +280,21 @@ class Runner(ABC):
 
 @dataclass(frozen=True, slots=True)
 class SamplingInput:
-    """One token to choose."""
+    """All that is needed to choose one token from a row of logits."""
 
     row: int
-    """Which row of the logits. Several inputs may use the same row (parallel sampling, first token)."""
+    """Index of the row in the logits. Several inputs may use the same row (parallel sampling, first token)."""
     params: SamplingParams
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
     seed: int
-    """The request's seed: `params.seed`, or one drawn for it."""
+    """The request's seed: `params.seed`, or one that the engine drew for it."""
     stream: int
-    """Which of the request's `n` sequences: 0 .. n - 1."""
+    """Index of the sequence among the request's `n`: 0 .. n - 1."""
     forbidden_token_ids: Sequence[int] = ()
-    """Tokens that must not be chosen (those that would stop before `min_tokens`, or complete a bad word)."""
+    """Tokens that must not be chosen: they would end the sequence before `min_tokens`, or complete a bad word."""
     num_pending: int = 0
-    """Tokens after `output_token_ids` that are being chosen still; 0 where a penalty asks for them."""
+    """The number of tokens after `output_token_ids` that are still being chosen; 0 if a penalty needs to know them."""
 
     @property
     def position(self) -> int:
@@ -302,12 +303,12 @@ class SamplingInput:
 
     @property
     def leaves_logits_alone(self) -> bool:
-        """Whether the token is chosen by the logits as they are."""
+        """Whether the request changes no logit before the token is chosen."""
         return not len(self.forbidden_token_ids) and not self.params.changes_logits
 
     @property
     def ruled_out_by(self) -> list[str]:
-        """The names of the request's fields that rule tokens out here."""
+        """The names of the request's fields that rule out tokens for this choice."""
         names = ["allowed_token_ids"] if self.params.allowed_token_ids is not None else []
         if len(self.forbidden_token_ids):
             forbidding = ["bad_words"] if self.params.bad_words else []
@@ -318,31 +319,31 @@ class SamplingInput:
 
 
 class PromptInput(NamedTuple):
-    """Tokens of one prompt, to tell their log-probabilities."""
+    """Tokens of one prompt whose log-probabilities are to be reported."""
 
     sequence: int
     token_ids: Sequence[int]
-    """Those that follow the first query tokens of the sequence's row, one after another."""
+    """Prompt tokens; entry i is the one that follows query token i of the sequence's row."""
     num_logprobs: int
-    """How many of the likeliest tokens to tell as well."""
+    """The number of likeliest tokens to report in addition to each."""
 
 
-@dataclass(slots=True)  # not frozen: that takes four times as long to make, and a step makes one for each sequence
+@dataclass(slots=True)  # not frozen: a frozen one takes four times as long to make, and a step makes one per sequence
 class Sampled:
-    """The token chosen for one SamplingInput, or why none can be; or a token of a prompt, which is given."""
+    """A token with its log-probability: chosen for a SamplingInput (or why none can be), or given in a prompt."""
 
     token_id: int
     logprob: float
     """Natural log of the model's own probability of the token: before penalties, temperature and filters."""
     top_logprobs: dict[int, float] | None
-    """The log-probabilities of the reported tokens, likeliest first and the lowest id first among equals: those of
-    `params.logprob_token_ids`, or else the `params.logprobs` likeliest; and the chosen one. None when not asked for."""
+    """Log-probabilities of the tokens to report: `params.logprob_token_ids`, or else the `params.logprobs` likeliest,
+    and the chosen one. Likeliest first, then lowest id first. None if the request does not want them."""
     error: str | None = None
-    """Why no token can be chosen (`why_no_peak`, `why_nothing_left`): `token_id` is then 0, and means nothing."""
+    """The reason why no token can be chosen (`why_no_peak`, `why_nothing_left`); `token_id` is then a meaningless 0."""
 
 
 def why_no_peak(token_id: int, peak: float) -> str | None:
-    """What is wrong with a model's logits whose largest one, the peak, is that of `token_id`; None if it is finite.
+    """Say what is wrong with a model's logits whose largest one, `peak`, is that of `token_id`; None if it is finite.
     NaN counts as the largest."""
     if math.isfinite(peak):
         return None
@@ -356,10 +357,10 @@ def why_no_peak(token_id: int, peak: float) -> str | None:
 
 
 def why_nothing_left(ruled_out_by: Sequence[str], peak: float) -> str:
-    """Why the model's logits, which have a finite peak, have this one, which is not, once the request has changed them.
-    `ruled_out_by`: `SamplingInput.ruled_out_by`."""
+    """Say why the request's changes made the largest logit, `peak`, infinite, when the model's own were finite.
+    `ruled_out_by` is `SamplingInput.ruled_out_by`."""
     if peak == math.inf or not ruled_out_by:
-        return "repetition_penalty takes the logits beyond what a number can hold; give one nearer to 1"
+        return "repetition_penalty makes the logits overflow; give one nearer to 1"
     *others, last = ruled_out_by
     so_far = ", ".join(others)
     rule, change = (f"{so_far} and {last} together rule", f"{so_far} or {last}") if others else (f"{last} rules", last)
@@ -368,61 +369,62 @@ def why_nothing_left(ruled_out_by: Sequence[str], peak: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BeamMove:
-    """Beam `parent` continued by one token."""
+    """A beam of the step before, `parent`, continued by one token."""
 
     parent: int
     """Index into the beams given to `BeamSearch.step`."""
     token_id: int
     cumulative_logprob: float
-    """Sum of the logprobs of all generated tokens, this one included."""
+    """Sum of the logprobs of all generated tokens, including this one."""
 
 
 @dataclass(frozen=True, slots=True)
 class BeamStep:
-    """What one step of beam search decided."""
+    """The decisions of one step of beam search."""
 
     survivors: list[BeamMove]
     """The beams that go on, best first; empty when the search is over."""
     finished: list[tuple[BeamMove, float]]
-    """Sequences that ended here and are kept for the ranking, each with its score (length penalty applied)."""
+    """Sequences that ended in this step and stay in the ranking, each with its score (length penalty applied)."""
 
 
 class BeamSearch(ABC):
     """Beam search of one request (paper, section 4.4 and Fig. 9), with transformers' rules.
 
-    Ranks the candidates of all beams together; the engine carries the decisions out on the block tables.
-    The engine steps a deep copy, and keeps it once the decisions are carried out: what raises changes nothing.
+    It ranks the candidates of all beams together, and the engine applies the decisions to the block tables. The engine
+    steps a deep copy and keeps it only after it has applied the decisions, so that an error changes nothing.
     """
 
     @abstractmethod
     def __init__(
         self, params: BeamSearchParams, prompt_length: int, max_length: int, eos_token_ids: Sequence[int]
     ) -> None:
-        """`max_length`: prompt and output together, in tokens."""
+        """`max_length` is the limit on prompt and output together, in tokens."""
 
     @abstractmethod
     def step(self, logits: Logits, rows: Sequence[int], cumulative_logprobs: Sequence[float]) -> BeamStep:
-        """`rows[i]` is the row of `logits` of beam i, `cumulative_logprobs[i]` its sum so far.
+        """Rank the continuations of all beams, and decide which go on.
 
-        At the first step there is one beam (the prompt), later as many as survived.
+        `rows[i]` is beam i's row of `logits`, and `cumulative_logprobs[i]` its sum of logprobs so far. At the first
+        step there is one beam, the prompt; later the beams are the survivors of the step before.
         """
 
 
 SampleFunction = Callable[[Logits, Sequence[SamplingInput]], Sequence[Sampled]]
-"""Chooses one token for each input. The same inputs give the same tokens, in any order and company.
+"""Chooses one token for each input. The token depends on its own input alone, not on the other inputs or their order.
 
-Logits from which nothing can be chosen are an error of the inputs that use that row, and of no other. It need not wait
-for the device: the tokens may be fetched when they are first looked at. The inputs are read before it returns.
+If no token can be chosen from a row of logits, only the inputs that use this row get an error. The function need not
+wait for the device: tokens may be fetched only when they are first read. It reads all inputs before it returns.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """The parts of one of the two ways in which every component is written, as the engine takes them."""
+    """One tier's classes and functions, one for each component, as the engine uses them."""
 
     name: str
     block_allocator: type[BlockAllocator]
     block_table: type[BlockTable]
     beam_search: type[BeamSearch]
     sample: SampleFunction
-    """How its runners choose tokens. The engine never calls it."""
+    """Chooses tokens for the tier's runners. The engine never calls it."""

@@ -1,6 +1,6 @@
-"""What can go wrong, by name: the invariants and the exceptions.
+"""The invariants and the exceptions, by name.
 
-The lowest floor of the house: everything may import it, it imports nothing of ours.
+This is the lowest module: every other one may import it, and it imports none of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class Invariant(StrEnum):
-    """What holds after every step. Docs, grader and tests use these names."""
+    """A condition that holds after every step. Docs, grader and tests use these names."""
 
     CONSERVATION = "conservation"
     """`num_free` + number of blocks with `ref_count > 0` = `num_blocks`."""
@@ -34,18 +34,18 @@ class Invariant(StrEnum):
     """The text of a prompt and the text of its output, joined, are the text of all their tokens, wherever the prompt
     ends."""
     NO_ORPHAN = "no-orphan"
-    """Whatever ends a request (its reader gone, an error, a signal), its blocks are free before the next step, and its
-    reader is told."""
+    """A request's blocks are free before the next step, and its reader is informed, whatever ended the request (its
+    reader left, an error, a signal)."""
     PARALLEL_INVARIANCE = "parallel-invariance"
-    """Ranks in several processes give what the same shards give in one, bit for bit; and the tokens that one rank
-    gives."""
+    """Ranks in several processes compute the same bits as the same shards in one process, and choose the same tokens
+    as a single rank."""
 
 
 # --- The exceptions -------------------------------------------------------------------------------
 
 
 class MinipagedError(Exception):
-    """Every error that minipaged raises on purpose."""
+    """The base class of all errors that minipaged raises on purpose."""
 
 
 class OutOfBlocks(MinipagedError):
@@ -53,7 +53,7 @@ class OutOfBlocks(MinipagedError):
 
 
 class BlockNotAllocated(MinipagedError):
-    """A block that nobody holds was freed, shared or copied, or a number outside the pool was named."""
+    """A free block was freed, shared or copied, or a block number is outside the pool."""
 
 
 class InvariantViolation(MinipagedError):
@@ -69,35 +69,35 @@ class InvalidRequest(MinipagedError, ValueError):
 
 
 class QueueFull(MinipagedError):
-    """So many requests wait already that no more are taken."""
+    """The waiting queue is full, so that a new request is refused."""
 
 
 class ShuttingDown(MinipagedError):
-    """The server ends, and takes no new requests."""
+    """The server is shutting down and takes no new requests."""
 
 
 class EngineDead(MinipagedError):
-    """The thread that steps the engine has died; the message says what of."""
+    """The thread that steps the engine has died; the message gives the cause."""
 
 
 class WorkerFailed(MinipagedError):
-    """A process that ran a part of the model has died, or hangs; the message says which, and its last words."""
+    """A process that runs a part of the model has died or hangs; the message names it and gives its last output."""
 
 
 class NoReplica(MinipagedError):
-    """Of several engines behind one endpoint none can take a request."""
+    """None of the engines behind one endpoint can take a request."""
 
 
 class NotAnAllocator(MinipagedError, TypeError):
-    """What was given as a block allocator lacks some of its members."""
+    """An object that was given as a block allocator lacks some of its members."""
 
 
 class RequestFailed(MinipagedError):
-    """What ends the request that it happened to, and no other."""
+    """An error that ends the request in which it happened, and no other."""
 
 
 class BadLogits(RequestFailed, ValueError):
-    """Logits by which no token can be chosen: the model's own, or what a request leaves of them."""
+    """Logits from which no token can be chosen: the model's own, or those that the request has changed."""
 
 
 class DetokenizerFailed(RequestFailed):
@@ -105,7 +105,7 @@ class DetokenizerFailed(RequestFailed):
 
 
 class BadRecording(MinipagedError, ValueError):
-    """A file that is no recording of steps, or not a whole one, or not of this model; the message says which."""
+    """A file that is not a recording of steps, is incomplete, or is of another model; the message says which."""
 
 
 class ModelError(MinipagedError):

@@ -1,9 +1,9 @@
-"""What happened, as data: one schema for the demo, the docs, the grader and the tests.
+"""Events: what the engine did, as data, in one schema for the demo, the docs, the grader and the tests.
 
-Each event is a small frozen dataclass; in JSON Lines it is an object whose "event" says which. The events of a run
-are complete: folding them from the first on gives every block table, reference count, queue and token that the
-engine had (`minipaged/replay/` does so). Blocks are physical block numbers; `host` blocks are numbers of
-the swap pool. A sequence is named by a number of its own; a request by its id.
+Each event is a small frozen dataclass; in JSON Lines it is an object whose "event" is the event's name. The events of a
+run are complete: folding them from the first on gives every block table, reference count, queue and token that the
+engine had (`minipaged/replay/` does so). Blocks are physical block numbers; `host` blocks are numbers of the swap pool.
+Each sequence has a unique number, each request an id.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any, ClassVar, Literal, Protocol, get_args, get_origin, get_t
 
 
 class Emit(Protocol):
-    """What somebody to whom things happen tells of them with."""
+    """A callable with which a part of the engine reports its events."""
 
     @property
     def heard(self) -> bool:
-        """Whether anybody listens. If not, events of single tokens are not made, nor those of every step."""
+        """Whether there is a listener. Without one, the events of single tokens and of every step are not made."""
 
     def __call__(self, event: Event) -> None: ...
 
@@ -33,7 +33,7 @@ class Event:
     name: ClassVar[str] = ""
 
     def to_json(self) -> str:
-        """One line of JSON, without the line's end."""
+        """The event as one line of JSON, without the newline."""
         fields = {each.name: getattr(self, each.name) for each in fields_of(self)}
         return json.dumps({"event": self.name, **fields}, separators=(",", ":"))
 
@@ -46,7 +46,7 @@ Listener = Callable[["Event"], None]
 
 @dataclass(frozen=True, slots=True)
 class EngineStarted(Event):
-    """The sizes of everything that follows. Always the first event."""
+    """The first event of every run: its sizes."""
 
     name: ClassVar[str] = "engine_started"
     num_blocks: int
@@ -63,21 +63,22 @@ class StepStarted(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepScheduled(Event):
-    """What runs is decided, and has its blocks. The memory that all running requests hold, in the batch or not."""
+    """The batch is decided and has its blocks. The fields count the memory of all running requests, in the batch or
+    not."""
 
     name: ClassVar[str] = "step_scheduled"
     step: int
     num_sequences: int
     num_tokens: int
-    """Tokens of all of them that have a slot."""
+    """Tokens with a slot, summed over the sequences."""
     table_entries: int
-    """Entries of all their block tables."""
+    """Block table entries, summed over the sequences."""
     blocks_used: int
-    """Different blocks in them."""
+    """Different blocks in those tables."""
     blocks_cached: int
     """Blocks that only the prefix cache holds."""
     slots_unfilled: int
-    """Slots of the used blocks in which there is no token."""
+    """Slots of the used blocks that hold no token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +89,14 @@ class StepFinished(Event):
     """Sequences in the batch."""
     num_query_tokens: int
     seconds: float = field(compare=False)
-    """Wall time of the whole step; not part of what makes two events equal."""
+    """Wall time of the whole step; ignored when events are compared."""
     num_generated: int = 0
-    """Tokens that were appended to sequences since the step before had finished."""
+    """Tokens that were appended to sequences since the step before finished."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepFailed(Event):
-    """Something raised within a step. Every request in `requests` waits to be recomputed; none is lost."""
+    """A step raised an error. Every request in `requests` waits to be recomputed; none is lost."""
 
     name: ClassVar[str] = "step_failed"
     step: int
@@ -115,12 +116,12 @@ class RequestArrived(Event):
     sequence: int
     prompt_token_ids: tuple[int, ...]
     num_sequences: int
-    """How many sequences it will have: `n` or `beam_width`."""
+    """The number of sequences that it will have: `n` or `beam_width`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRefused(Event):
-    """A request that could never be served was turned away (NEVER)."""
+    """A request was refused because it could never be served (NEVER)."""
 
     name: ClassVar[str] = "request_refused"
     request: str
@@ -129,17 +130,17 @@ class RequestRefused(Event):
 
 @dataclass(frozen=True, slots=True)
 class RequestAdmitted(Event):
-    """Waiting -> running: its blocks are there now (OK)."""
+    """The request goes from waiting to running, because its blocks are free now (OK)."""
 
     name: ClassVar[str] = "request_admitted"
     request: str
     num_looked_up: int = 0
-    """Tokens of its sequences that are looked up in the prefix cache; 0 where there is none."""
+    """Tokens of its sequences that are looked up in the prefix cache; 0 without a prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestPreempted(Event):
-    """Running -> waiting, to make room. The moves of its blocks follow."""
+    """The request goes from running to waiting, to make room. The moves of its blocks follow."""
 
     name: ClassVar[str] = "request_preempted"
     request: str
@@ -147,9 +148,9 @@ class RequestPreempted(Event):
     num_blocks: int
     """Different blocks that it held."""
     num_tokens: int
-    """Tokens whose K/V they held, each shared one counted once."""
+    """Tokens whose K/V those blocks held; a shared token counts once."""
     blocks_short: int
-    """How many blocks were missing for the next step."""
+    """The number of blocks that the next step lacked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,7 @@ class RequestFinished(Event):
 
 @dataclass(frozen=True, slots=True)
 class SequenceForked(Event):
-    """`child` now holds every block of `parent` too, and has the same tokens."""
+    """A sequence was forked: `child` now holds every block of `parent` too, and has the same tokens."""
 
     name: ClassVar[str] = "sequence_forked"
     request: str
@@ -180,20 +181,20 @@ class TokenGenerated(Event):
 
 @dataclass(frozen=True, slots=True)
 class SequenceFinished(Event):
-    """`reason`: "stop", "length", "abort", "error" (its request failed), or "dropped" (a beam that does not go on). Its
-    blocks are freed next."""
+    """A sequence ended; its blocks are freed next. `reason`: "stop", "length", "abort", "error" (its request failed),
+    or "dropped" (a beam that does not go on)."""
 
     name: ClassVar[str] = "sequence_finished"
     request: str
     sequence: int
     reason: Literal["stop", "length", "abort", "error", "dropped"]
     slot_steps_reserved: int = 0
-    """What a contiguous cache would have held for its tokens before they came: slots, summed over its steps."""
+    """Slots that a contiguous cache would have reserved for tokens still to come, summed over the sequence's steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class BeamFinished(Event):
-    """A beam search keeps `sequence` followed by `token_id` for its ranking. `sequence` itself may go on or not."""
+    """A beam search keeps `sequence`, followed by `token_id`, in its ranking. `sequence` itself may still go on."""
 
     name: ClassVar[str] = "beam_finished"
     request: str
@@ -214,12 +215,12 @@ class TokensComputed(Event):
     num_tokens: int
     new_blocks: tuple[int, ...]
     recomputed: int
-    """How many of the new tokens had been computed before and were dropped."""
+    """The number of new tokens that had been computed before and dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCopied(Event):
-    """Copy-on-write: the sequence's last block was shared, and it is about to write into it."""
+    """Copy-on-write: the sequence is about to write into its last block, which was shared, so it gets a copy."""
 
     name: ClassVar[str] = "block_copied"
     sequence: int
@@ -232,7 +233,7 @@ class BlockCopied(Event):
 
 @dataclass(frozen=True, slots=True)
 class PrefixReused(Event):
-    """The empty table begins with full blocks that were already computed: from the prefix cache or a sibling."""
+    """The sequence's empty table begins with full, computed blocks, taken from the prefix cache or from a sibling."""
 
     name: ClassVar[str] = "prefix_reused"
     sequence: int
@@ -251,7 +252,7 @@ class BlocksFreed(Event):
 
 @dataclass(frozen=True, slots=True)
 class SwappedOut(Event):
-    """The request's blocks are copied to the host and given back. A block shared by several is copied once."""
+    """The request's blocks are copied to the host and freed. A block that several sequences share is copied once."""
 
     name: ClassVar[str] = "swapped_out"
     request: str
@@ -261,7 +262,7 @@ class SwappedOut(Event):
 
 @dataclass(frozen=True, slots=True)
 class SwappedIn(Event):
-    """Waiting -> running for a request that was swapped out."""
+    """A request that was swapped out goes from waiting to running, and its blocks are copied to the device."""
 
     name: ClassVar[str] = "swapped_in"
     request: str
@@ -278,12 +279,12 @@ class BlockCached(Event):
     logical_block: int
     block: int
     block_hash: int = 0
-    """What its content is known by (`block_hashes.py`)."""
+    """The chained hash that identifies the block's content (`block_hashes.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockDeduplicated(Event):
-    """The sequence computed a block that the prefix cache has already: it holds that one now and freed its own."""
+    """The sequence computed a block that is already in the prefix cache; it holds that one now and freed its own."""
 
     name: ClassVar[str] = "block_deduplicated"
     sequence: int
@@ -294,7 +295,7 @@ class BlockDeduplicated(Event):
 
 @dataclass(frozen=True, slots=True)
 class BlockEvicted(Event):
-    """The prefix cache gave up its reference on a block that nobody else held."""
+    """The prefix cache gave up its reference on a block, which was the only one."""
 
     name: ClassVar[str] = "block_evicted"
     block: int
@@ -311,7 +312,7 @@ class BlocksStored(Event):
 
 @dataclass(frozen=True, slots=True)
 class BlocksLoaded(Event):
-    """The sequence's table was extended by these blocks, full of what another engine has computed."""
+    """The sequence's table was extended by these full blocks, which another engine computed."""
 
     name: ClassVar[str] = "blocks_loaded"
     sequence: int
@@ -328,7 +329,7 @@ def _to_tuple(value: Any) -> Any:
 
 
 def from_json(line: str) -> Event:
-    """The event that `Event.to_json` wrote. Raises ValueError for anything else."""
+    """Return the event that `Event.to_json` wrote as this line. Raises ValueError for any other text."""
     fields = json.loads(line)
     event_type = EVENT_TYPES.get(fields.pop("event", None)) if isinstance(fields, dict) else None
     if event_type is None:
@@ -345,13 +346,13 @@ def from_json(line: str) -> Event:
 
 @cache
 def _checks(name: str) -> list[tuple[str, Callable[[Any], bool]]]:
-    """For each field of an event, whether a value is what the annotation says."""
+    """Return the name of each field of an event, with a function that checks a value against its annotation."""
     hints = get_type_hints(EVENT_TYPES[name])
     return [(each.name, _check(hints[each.name])) for each in fields_of(EVENT_TYPES[name])]
 
 
 def _check(hint: Any) -> Callable[[Any], bool]:
-    """Whether a value is what an annotation says: a number, a text, one of some texts, a tuple of such."""
+    """Return a function that checks a value against an annotation: a number, a string, a Literal, or tuples of them."""
     of = get_args(hint)
     if get_origin(hint) is Literal:
         return lambda value: value in of

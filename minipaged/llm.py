@@ -1,4 +1,4 @@
-"""The offline API: prompts in, outputs back. A thin loop around the engine's steps.
+"""The offline API: it takes prompts and returns outputs. A thin loop around the engine's steps.
 
 llm = LLM("smollm2-135m-instruct")
 for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -34,56 +34,47 @@ from minipaged.engine.block_manager import BlockManager
 from minipaged.engine.connected_memory import ConnectedBlockManager
 from minipaged.engine.engine import Engine
 from minipaged.engine.memory import MakeMemory
-from minipaged.engine.policies import POLICIES
 from minipaged.engine.stats import Stats
 from minipaged.errors import InvalidRequest, InvariantViolation, ModelError
 from minipaged.events import Event, Listener, RequestFinished, TokenGenerated
-from minipaged.handover.kv_connector import Handshake
-from minipaged.models import hub
-from minipaged.models.config import ModelConfig
-from minipaged.models.loading import load_config
-from minipaged.models.shards import check_parallel_sizes
 from minipaged.models.tokenizer import ChatOptions, Message, Tokenizer
 from minipaged.outputs import RequestOutput, RequestUpdate
 from minipaged.params import (
     BeamSearchParams,
-    EngineConfig,
-    EngineSettings,
-    KVCacheDtype,
     RequestOutputKind,
     SamplingParams,
 )
 from minipaged.scheduling import MakePolicy
+from minipaged.setup.loaded_model import LoadedModel, check_connector, handshake, policy_named
 from minipaged.setup.settings import GivenSettings, Settings, takes_settings
-from minipaged.tiers import DeviceTier
+from minipaged.setup.sizes import engine_config
 
 if TYPE_CHECKING:
     from minipaged.models.tokenizer import PreTrainedTokenizerFast
 
+__all__ = ["LLM", "LoadedModel", "Params", "interrupt_between_steps"]
+
 Params = SamplingParams | BeamSearchParams
 
-SWAP_SHARE = 0.25
-"""Blocks of the host pool for each block of the device pool, where the user leaves `num_swap_blocks` open."""
-
-
 FROZEN_BY_SOMEBODY = 10_000
-"""Objects; Python 3.12 begins with some hundred of its own."""
+"""Threshold: if more objects are frozen, the program itself has called `gc.freeze`. (Python 3.12 freezes some hundred.)
+"""
 
 
 class LLM:
     """A model that is loaded and ready to serve.
 
     `model` is a known name, a local folder, a .gguf file or a hub id; `settings` are those of `Settings`, by name.
-    `listeners` are told of every event. Raises ModelError for a model that cannot be had or run, and InvalidRequest (a
-    ValueError) for a setting out of range. What vLLM's `LLM` takes besides is let through if it asks for what is done
-    here anyway, and refused with the reason if not (docs/vllm.md).
+    `listeners` receive every event. Raises ModelError for a model that cannot be found, fetched or run, and
+    InvalidRequest (a ValueError) for a setting out of range. Other arguments of vLLM's `LLM` are accepted if they ask
+    for minipaged's own behaviour, and raise an error with the reason if not (docs/vllm.md).
 
-    Several LLMs can share one `LoadedModel`, each with sizes, policies and a KV cache of its own: give it as `model`
-    (`LLM(llm.loaded, num_blocks=8)`). `tier`, `device` and `dtype` were settled when it was loaded.
+    Several LLMs can share one `LoadedModel`, each with its own sizes, policies and KV cache: give it as `model`
+    (`LLM(llm.loaded, num_blocks=8)`). Its `tier`, `device` and `dtype` cannot be changed.
 
-    `host_sharers`: engines, in processes of their own, that have this machine's memory together. Pools that are left
-    open are sized for one of so many parts of what is free: a page is taken when it is first used, so each of several
-    that start together sees all of it. Raises InvalidRequest for less than 1.
+    `host_sharers` is the number of engines, in separate processes, that share this machine's memory. Pool sizes that
+    are left open are computed from this engine's share of the free memory. (Memory is taken page by page at first use,
+    so engines that start together would each see all of it as free.) Raises InvalidRequest if it is less than 1.
     """
 
     @takes_settings
@@ -97,49 +88,44 @@ class LLM:
     ) -> None:
         if host_sharers < 1:
             raise InvalidRequest(f"host_sharers is {host_sharers}; it must be 1 or more, this engine included")
-        self._host_sharers = host_sharers
         own = [each.name for each in fields(Settings)]
         asked = Settings(**take_own("LLM()", settings, LLM_ARGUMENTS, own))
-        policy = _policy(asked.scheduling_policy)  # what is wrong with it is said before anything is loaded
+        policy = policy_named(asked.scheduling_policy)  # raises its errors before anything is loaded
         if isinstance(model, LoadedModel):
-            for name in ("tier", "device", "dtype"):
-                if (value := getattr(asked, name)) != "auto":
-                    raise InvalidRequest(f"{name} is {value!r}, but that was settled when the model was loaded")
-            if isinstance(model.tier, tiers.FastTier):
-                left_open = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "worker_timeout": 60.0}
-                settled: dict[str, Any] = {}
-                for name, default in left_open.items():
-                    settled[name] = getattr(model.tier, name, default)
-                    if (value := getattr(asked, name)) not in (default, settled[name]):
-                        raise InvalidRequest(f"{name} is {value:g}, but the model was loaded for {settled[name]:g}")
-                asked = replace(asked, **settled)
-            _check_length(model.config, asked.max_model_len)
+            asked = model.settled(asked)
             loaded = model
-            _check_connector(asked, model.folder, model.config, model.tier)
+            check_connector(asked, model.folder, model.config, model.tier)
         else:
             where = (asked.tier, asked.device, asked.dtype)
             sizes = (asked.tensor_parallel_size, asked.pipeline_parallel_size)
-            check = partial(_check_connector, asked)
+            check = partial(check_connector, asked)
             loaded = LoadedModel.load(model, *where, *sizes, asked.worker_timeout, asked.max_model_len, check)
         try:
-            self._begin(loaded, asked, policy, listeners)
+            self._begin(loaded, asked, policy, listeners, host_sharers)
         except BaseException:
-            if loaded is not model:  # nobody else has it, and it may have processes of its own
+            if loaded is not model:  # it is used nowhere else, and it may have worker processes
                 loaded.close()
             raise
-        # Python's garbage collector goes through all objects there are again and again, and there are hundreds of
-        # thousands of them, nearly all of which stay. In a step of 1,024 sequences that is a third of the host's time.
-        # So it passes over those that are there now, until this LLM goes; unless somebody has seen to that before.
+        # Python's garbage collector traverses all objects again and again: hundreds of thousands, nearly all of which
+        # stay alive. In a step of 1,024 sequences that takes a third of the host's time. So the present objects are
+        # frozen while this LLM lives, unless the program has already frozen its objects.
         if gc.get_freeze_count() < FROZEN_BY_SOMEBODY:
             gc.collect()
             gc.freeze()
-            weakref.finalize(self, gc.unfreeze).atexit = False  # Python would go through them all once more, to end
+            weakref.finalize(self, gc.unfreeze).atexit = False  # or Python would traverse them once more at exit
 
-    def _begin(self, loaded: LoadedModel, asked: Settings, policy: MakePolicy, listeners: Sequence[Listener]) -> None:
-        """Make the runner, with its KV cache, and the engine."""
+    def _begin(
+        self,
+        loaded: LoadedModel,
+        asked: Settings,
+        policy: MakePolicy,
+        listeners: Sequence[Listener],
+        host_sharers: int,
+    ) -> None:
+        """Make the engine, and its runner with the KV cache."""
         self.loaded = loaded
         self.folder, self.model_config, self.tokenizer = loaded.folder, loaded.config, loaded.tokenizer
-        self.config = self._fill_in(asked)
+        self.config = engine_config(asked, loaded, host_sharers)
         try:
             runner = loaded.tier.make_runner(loaded.config, loaded.weights, self.config)
         except MemoryError as error:
@@ -149,10 +135,11 @@ class LLM:
             )
             raise InvalidRequest(
                 f"num_blocks is {num_blocks}: with {num_swap_blocks} for swapping they take {size:,} bytes, more than "
-                "there are; lower num_blocks, or num_swap_blocks (swap_space)"
+                "the free memory; lower num_blocks, or num_swap_blocks (swap_space)"
                 + (f". What failed: {error}" if str(error) else "")
             ) from None
-        # Threads may share an LLM; their calls follow one another. Who reads a stream may generate in between.
+        # Threads may share an LLM; their calls run one after another. A thread that reads a stream may call `generate`
+        # between two updates.
         self._lock = threading.RLock()
         self.engine = Engine(
             self.config,
@@ -166,7 +153,7 @@ class LLM:
             listeners=listeners,
         )
         if asked.kv_connector is not None:
-            asked.kv_connector.open(_handshake(asked, loaded.folder, loaded.config, loaded.tier))
+            asked.kv_connector.open(handshake(asked, loaded.folder, loaded.config, loaded.tier))
 
     # --- What users call --------------------------------------------------------------------------
 
@@ -179,14 +166,14 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         **not_here: None,
     ) -> list[RequestOutput]:
-        """Continue each prompt; one output a prompt, in order.
+        """Continue each prompt, and return one output per prompt, in order.
 
         A prompt is a text, a list of token ids, a `TextPrompt` or a `TokensPrompt`. `sampling_params`: one for all, or
-        one for each prompt. `use_tqdm`: show a bar on stderr, if that is a terminal. `priority`: one for all, or one
-        for each prompt; the smaller, the earlier, for a `scheduling_policy` that looks at it, and 0 for any other.
-        `not_here`: what vLLM takes besides.
-        Raises InvalidRequest for a prompt that cannot be served; then, and on Ctrl-C, every block is given back. A
-        request that fails on the way (`RequestOutput.error` says why) does not keep the others from their end.
+        one for each prompt. `use_tqdm`: show a progress bar, if stderr is a terminal. `priority`: one for all, or one
+        for each prompt; smaller is earlier, for a `scheduling_policy` that uses it, and it must be 0 for any other.
+        `not_here`: other arguments of vLLM's.
+        Raises InvalidRequest for a prompt that cannot be served; then, and on Ctrl-C, every block is freed. If a
+        request fails on the way (`RequestOutput.error` says why), the others go on to their end.
         """
         take_own("LLM.generate()", not_here, GENERATE_ARGUMENTS)
         return self._run(as_list(prompts), sampling_params, SamplingParams, use_tqdm, priority)
@@ -204,9 +191,9 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **not_here: None,
     ) -> list[RequestOutput]:
-        """The model's answer to a conversation (a list of {"role", "content"}), or to each of several.
+        """Answer a conversation (a list of {"role", "content"}), or each of several.
 
-        How they are written out is said at `ChatOptions`, everything else at `generate`.
+        `ChatOptions` describes the options of the chat template; `generate` describes the other arguments.
         """
         take_own("LLM.chat()", not_here, CHAT_ARGUMENTS)
         conversations: Sequence[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else messages
@@ -223,11 +210,11 @@ class LLM:
         return self._run(prompts, sampling_params, SamplingParams, use_tqdm, priority)
 
     def encode_chat(self, messages: Sequence[Message], **how: Unpack[ChatOptions]) -> list[int]:
-        """The token ids of a conversation, in the model's chat template, up to where its answer begins."""
+        """The token ids of a conversation in the model's chat template, up to the beginning of the model's answer."""
         return self.need_tokenizer().encode_chat(messages, **how)
 
     def get_tokenizer(self) -> PreTrainedTokenizerFast:
-        """The model's tokenizer as transformers has it, which is what vLLM gives; ours is `llm.tokenizer`."""
+        """The model's tokenizer as a transformers class, which is what vLLM returns; ours is `llm.tokenizer`."""
         return self.need_tokenizer().in_transformers
 
     def beam_search(
@@ -239,15 +226,15 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         **not_here: None,
     ) -> list[RequestOutput]:
-        """The `beam_width` best continuations of each prompt, best first, as transformers' beam search finds them."""
+        """Return the `beam_width` best continuations of each prompt, best first, by transformers' beam search rules."""
         take_own("LLM.beam_search()", not_here, BEAM_SEARCH_ARGUMENTS)
         return self._run(as_list(prompts), params, BeamSearchParams, use_tqdm, priority)
 
     def stream(self, prompt: Prompt, params: Params | None = None) -> Iterator[RequestUpdate]:
-        """Continue one prompt, and give what is new of it after each step.
+        """Continue one prompt, and yield its new output after each step.
 
-        The last update carries the whole output. Whoever does not want the rest closes the iterator (or lets it go):
-        the request is cancelled, and its blocks are given back. Raises what `generate` raises, when it is first asked.
+        The last update carries the whole output. A caller who does not want the rest closes the iterator (or drops it);
+        then the request is cancelled, and its blocks are freed. Raises the errors of `generate` at the first `next()`.
         """
         with self._lock:
             given = SamplingParams() if params is None else params
@@ -255,11 +242,11 @@ class LLM:
                 yield update
 
     def read_prompt(self, prompt: Prompt) -> tuple[Sequence[int], str | None]:
-        """The token ids of a prompt, and its text where that was given. Raises InvalidRequest for what is no prompt."""
+        """The token ids of a prompt, and its text if that was given. Raises InvalidRequest for an invalid prompt."""
         return read_prompt(prompt, lambda text: self.need_tokenizer().encode(text))
 
     def need_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Raises ModelError where it has none."""
+        """The model's tokenizer. Raises ModelError if it has none."""
         if self.tokenizer is None:
             raise ModelError(
                 f"{self.folder} holds no tokenizer.json; put the tokenizer there, or give token ids (from Python)"
@@ -268,21 +255,21 @@ class LLM:
 
     @property
     def description(self) -> str:
-        """Tier, device, kernels, dtype and the parts that the model is in, in a few words."""
+        """Tier, device, kernels, dtype and the parts into which the model is split, in a few words."""
         told = self.loaded.tier.description
         tensor, pipeline = self.config.tensor_parallel_size, self.config.pipeline_parallel_size
-        if tensor * pipeline == 1 or isinstance(self.loaded.tier, tiers.FastTier):  # which says so itself
+        if tensor * pipeline == 1 or isinstance(self.loaded.tier, tiers.FastTier):  # its own description has the parts
             return told
         sizes = f"tensor parallel {tensor}, pipeline parallel {pipeline}"
         return f"{told}, in {tensor * pipeline} parts in one process ({sizes})"
 
     def stats(self) -> Stats:
-        """Blocks used now; blocks shared, copied, swapped; tokens recomputed; cache hits; waste per kind: so far."""
+        """Counts so far: blocks used, shared, copied and swapped; tokens recomputed; cache hits; waste of each kind."""
         return self.engine.current_stats()
 
     def close(self) -> None:
-        """End the processes that the model runs in, where it has its own; they also end when nobody has this LLM any
-        more. What goes on fails."""
+        """End the model's worker processes, if it has any; running requests fail. The processes also end when the last
+        reference to this LLM is gone."""
         self.loaded.close()
 
     # --- The loop around the engine ---------------------------------------------------------------
@@ -296,17 +283,17 @@ class LLM:
         priority: int | Sequence[int] | None,
     ) -> list[RequestOutput]:
         if not isinstance(use_tqdm, bool):
-            raise InvalidRequest(f"use_tqdm is {use_tqdm!r}; it must be True or False, for the bar here is not tqdm's")
+            raise InvalidRequest(f"use_tqdm is {use_tqdm!r}; it must be True or False: the bar here is not tqdm's")
         params = kind() if params is None else params
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
-            raise InvalidRequest(f"{len(prompts)} prompts need as many params, or one for all; got {len(each)}")
+            raise InvalidRequest(f"{len(prompts)} prompts need {len(prompts)} params, or one for all; got {len(each)}")
         for item in each:
             if not isinstance(item, kind):
                 raise InvalidRequest(f"params must be {kind.__name__}, not {type(item).__name__}")
         priorities = priority if isinstance(priority, Sequence) else [priority or 0] * len(prompts)
         if len(priorities) != len(prompts):
-            raise InvalidRequest(f"{len(prompts)} prompts need as many priorities; got {len(priorities)}")
+            raise InvalidRequest(f"{len(prompts)} prompts need {len(prompts)} priorities; got {len(priorities)}")
         outputs: dict[int, RequestOutput] = {}
         requests = list(zip(prompts, each, priorities, strict=True))
         with self._lock:
@@ -318,11 +305,11 @@ class LLM:
     def _serve(
         self, requests: Sequence[tuple[Prompt, Params, int]], kind: RequestOutputKind, use_tqdm: bool
     ) -> Iterator[tuple[int, RequestUpdate]]:
-        """Add the requests (prompt, params, priority) and step the engine until they have ended. Gives their updates,
-        each with the place of its prompt. Whatever ends it early, none of them stays behind."""
+        """Add the requests (prompt, params, priority), step the engine until they have ended, and yield their updates,
+        each with the index of its prompt. If this ends early, for any reason, all of them are aborted."""
         places: dict[str, int] = {}
         unfinished = set(range(len(requests)))
-        # Requests that somebody added to the engine by hand keep their updates.
+        # Requests that were added to the engine directly keep their updates.
         others, kept = set(self.engine.unfinished_requests), self.engine.take_updates()
         try:
             for place, (prompt, params, priority) in enumerate(requests):
@@ -340,7 +327,7 @@ class LLM:
                             if update.output:
                                 unfinished.remove(places[update.request_id])
                             yield places[update.request_id], update
-                if interrupted():  # within the last step
+                if interrupted():  # during the last step
                     raise KeyboardInterrupt
         except BaseException:
             with suppress(InvariantViolation):  # an allocator that broke its contract may do so again
@@ -351,68 +338,17 @@ class LLM:
         finally:
             self.engine.keep_updates(kept)
 
-    # --- What is left open ------------------------------------------------------------------------
-
-    def _fill_in(self, asked: Settings) -> EngineConfig:
-        """The sizes that were asked for, and for those left open what suits the model and the memory."""
-        check_parallel_sizes(self.model_config, asked.tensor_parallel_size, asked.pipeline_parallel_size)
-        on_cpu = self.loaded.tier.device == "cpu"
-        num_blocks, num_swap_blocks, max_model_len = asked.num_blocks, asked.num_swap_blocks, asked.max_model_len
-        kind = (asked.block_size, asked.kv_cache_dtype, asked.tensor_parallel_size)
-        size = self.loaded.tier.host_block_bytes(self.model_config, *kind)
-        if num_blocks is None:
-            num_blocks = self._blocks_that_fit(asked)
-        if asked.swap_space is not None:
-            num_swap_blocks = int(asked.swap_space * 2**30 / size)
-        elif num_swap_blocks is None:
-            # At most half of what is free. Memory that a GPU is to read is reserved in powers of two: up to twice this.
-            room = int(self._free_host_bytes() / (2 if on_cpu else 4) / size)
-            num_swap_blocks = max(1, min(int(num_blocks * SWAP_SHARE), room))
-        if max_model_len is None:
-            max_model_len = min(self.model_config.context_length, num_blocks * asked.block_size)
-        return EngineConfig(
-            num_blocks=num_blocks,
-            num_swap_blocks=num_swap_blocks,
-            max_model_len=max_model_len,
-            vocab_size=self.model_config.vocab_size,
-            eos_token_ids=self.model_config.eos_token_ids,
-            async_scheduling=not on_cpu if asked.async_scheduling is None else asked.async_scheduling,
-            **{each.name: getattr(asked, each.name) for each in fields(EngineSettings)},
-        )
-
     def _memory(self, asked: Settings, runner: Runner) -> MakeMemory:
-        """What makes the block manager."""
+        """The class or function that makes the block manager."""
         connector = asked.kv_connector
         if connector is None:
             return BlockManager
         size = self.loaded.block_bytes(asked.block_size, asked.kv_cache_dtype)
         return partial(ConnectedBlockManager, connector=connector, read_blocks=runner.read_blocks, block_bytes=size)
 
-    def _blocks_that_fit(self, asked: Settings) -> int:
-        """Blocks for the pool (both pools, where they share a memory) in the share of what is free; never more than the
-        longest sequences could fill."""
-        size = self.loaded.block_bytes(asked.block_size, asked.kv_cache_dtype, asked.tensor_parallel_size)
-        sizes = (asked.max_num_seqs, asked.max_num_batched_tokens)
-        on_device = self.loaded.tier.free_device_bytes(self.model_config, self.loaded.weights, *sizes)
-        free = (self._free_host_bytes() if on_device is None else on_device) * asked.gpu_memory_utilization
-        num_blocks = int(free / size / (1 + SWAP_SHARE if on_device is None else 1))
-        if num_blocks < 1:
-            raise InvalidRequest(
-                f"a block of {asked.block_size} tokens takes {size:,} bytes, and only {int(free):,} may be used; lower "
-                "block_size, raise gpu_memory_utilization, or free some memory"
-            )
-        return min(num_blocks, asked.max_num_seqs * -(-self.model_config.context_length // asked.block_size))
-
-    def _free_host_bytes(self) -> float:
-        """The part of this machine's free memory that is for this engine."""
-        import psutil
-
-        free = min(psutil.virtual_memory().available, _container_limit() - psutil.Process().memory_info().rss)
-        return free / self._host_sharers
-
     @contextmanager
     def _progress_bar(self, num_requests: int, use_tqdm: bool) -> Iterator[None]:
-        """Show finished requests and tokens a second on stderr while the context lasts, if that is a terminal."""
+        """Show finished requests and tokens per second on stderr while the context lasts, if it is a terminal."""
         if not (use_tqdm and sys.stderr.isatty()):
             yield
             return
@@ -440,140 +376,14 @@ class LLM:
                 self.engine.listeners.remove(show)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LoadedModel:
-    """What several LLMs can share: a model's weights and all that is settled with them. No requests, no KV cache."""
-
-    folder: Path
-    config: ModelConfig
-    tokenizer: Tokenizer | None
-    tier: DeviceTier
-    weights: Any
-
-    @classmethod
-    def load(
-        cls,
-        model: str | Path,
-        tier: str = "auto",
-        device: str = "auto",
-        dtype: str = "auto",
-        tensor_parallel_size: int = 1,
-        pipeline_parallel_size: int = 1,
-        worker_timeout: float = 60.0,
-        max_model_len: int | None = None,
-        check: Callable[[Path, ModelConfig, DeviceTier], None] | None = None,
-    ) -> LoadedModel:
-        """Find (or fetch) `model` and load it. Raises ModelError, InvalidRequest and WorkerFailed.
-
-        `max_model_len`: refused before the weights are loaded, if the model was not made for it. `check`: what else is
-        to be looked at before that.
-        """
-        dtype = known_dtype(dtype)
-        chosen = tiers.choose_tier(tier, device, dtype)
-        folder = hub.resolve(model)
-        config = load_config(folder)
-        _check_length(config, max_model_len)
-        sizes = (tensor_parallel_size, pipeline_parallel_size)
-        check_parallel_sizes(config, *sizes)
-        chosen = chosen.for_model(config, device, dtype)
-        if check:
-            check(folder, config, chosen)
-        if sizes != (1, 1) and isinstance(chosen, tiers.FastTier):
-            from minipaged.parallel.tier import ParallelTier
-
-            chosen = ParallelTier.over(chosen, *sizes, worker_timeout)
-        tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
-        return cls(folder, config, tokenizer, chosen, chosen.load_weights(folder, config))
-
-    def close(self) -> None:
-        """See `LLM.close`."""
-        if close := getattr(self.weights, "close", None):  # they are the workers
-            close()
-
-    def block_bytes(self, block_size: int, kv_cache_dtype: KVCacheDtype = "auto", tensor_parallel_size: int = 1) -> int:
-        """Memory of one block: K and V of `block_size` tokens in every layer, on all ranks together, in bytes."""
-        return self.tier.block_bytes(self.config, block_size, kv_cache_dtype, tensor_parallel_size)
-
-
-def check_before_loading(config: ModelConfig | None = None, **settings: Unpack[GivenSettings]) -> None:
-    """Raise InvalidRequest for settings of an LLM that are wrong whatever its model, or that the model cannot have."""
-    asked = Settings(**settings)
-    _policy(asked.scheduling_policy)
-    tiers.check_names(asked.tier, known_dtype(asked.dtype))
-    if config is not None:
-        _check_length(config, asked.max_model_len)
-        check_parallel_sizes(config, asked.tensor_parallel_size, asked.pipeline_parallel_size)
-
-
-def _check_length(config: ModelConfig, max_model_len: int | None) -> None:
-    """Raise InvalidRequest for sequences that are longer than what the model was made for."""
-    context, made_for = config.context_length, config.max_position_embeddings
-    if max_model_len is None or max_model_len <= context:
-        return
-    why = f"this model was made for at most {context} tokens"
-    if context < made_for:
-        why = (
-            f"this model sees no further back than {context} tokens (its sliding window), and attention here "
-            f"has no such limit; up to max_model_len={context} it makes no difference"
-        )
-    raise InvalidRequest(f"max_model_len is {max_model_len}; {why}")
-
-
-def _check_connector(asked: Settings, folder: Path, config: ModelConfig, tier: DeviceTier) -> None:
-    """Raise InvalidRequest if there is a connector whose other engines have blocks of another kind, or one that cannot
-    be used."""
-    if asked.kv_connector is not None:
-        asked.kv_connector.check(_handshake(asked, folder, config, tier))
-
-
-def _handshake(asked: Settings, folder: Path, config: ModelConfig, tier: DeviceTier) -> Handshake:
-    """What the engine's blocks are."""
-    return Handshake(
-        model=hub.fingerprint(folder),
-        dtype=tier.dtype,
-        kv_cache_dtype=tiers.kept_as(config, asked.kv_cache_dtype),
-        num_layers=config.num_hidden_layers,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        block_size=asked.block_size,
-    )
-
-
-def known_dtype(name: str) -> str:
-    """Our name of a dtype that vLLM calls otherwise."""
-    return {"half": "float16", "float": "float32"}.get(name, name)
-
-
-def _policy(policy: str | MakePolicy) -> MakePolicy:
-    """The class of that name, or as it is."""
-    if not isinstance(policy, str):
-        return policy
-    if policy not in POLICIES:
-        names = ", ".join(map(repr, POLICIES))
-        raise InvalidRequest(
-            f"scheduling_policy is {policy!r}; choose {names}, or give a class of yours (on the command line, "
-            "FILE.py:Class)"
-        )
-    return POLICIES[policy]
-
-
-def _container_limit() -> float:
-    """The memory that a container (a Linux control group) allows this process, in bytes; infinite where none does."""
-    limit = Path("/sys/fs/cgroup/memory.max")
-    try:
-        return float(limit.read_text().replace("max", "inf"))
-    except (OSError, ValueError):
-        return float("inf")
-
-
 @contextmanager
 def interrupt_between_steps(
     notice: str = "finishing the step; Ctrl-C again stops at once",
 ) -> Iterator[Callable[[], bool]]:
-    """Let a first Ctrl-C wait for the end of the step, so that no change of a table is cut in half; a second one acts.
+    """Delay a first Ctrl-C to the end of the step, so that no change of a table is cut in half; a second one acts now.
 
-    Gives a function that tells whether there was one. `notice`: what to tell the user then, if anything. Does nothing
-    outside the main thread, where no signal arrives.
+    Yields a function that returns whether there was one. `notice` is the message to print then; "" prints none. Does
+    nothing outside the main thread, where no signal arrives.
     """
     seen: list[int] = []
 

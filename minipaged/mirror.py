@@ -1,13 +1,13 @@
-"""The mirror: what a runner knows of the sequences, kept up to date by the differences that steps bring (`steps.py`).
+"""The mirror: a runner's copy of the sequences, kept up to date by the differences that steps carry (`steps.py`).
 
-    StepInput ──► Mirror.apply ──► a plain batch: of each row its tokens, positions and block table;
-                                   and what choosing their next tokens takes
+    StepInput ──► Mirror.apply ──► a complete batch: each row's tokens, positions and block table;
+                                   and the inputs for choosing the next tokens
                   Mirror.chosen ◄── the choices
 
-A `MirroredRunner` is a model that is given plain batches; it need not know of differences. The reference's Llama is
-one, and so are the models without weights that tests, grader and tutorials run. A runner that wants to make use of the
-differences (the fast tier keeps block tables, positions and tokens on the device) has a mirror and looks at the steps
-itself. With pipeline parallelism there is a mirror for each lane of steps (`PerLane`).
+A `MirroredRunner` is a model that receives complete batches and no differences. The reference's Llama is one, and so
+are the models without weights that tests, grader and tutorials run. A runner that makes use of the differences (the
+fast tier keeps block tables, positions and tokens on the device) has a mirror and reads the steps itself. With pipeline
+parallelism there is a mirror for each lane of steps (`PerLane`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from minipaged.steps import Begun, BlockMoves, Row, Sampling, StepInput
 
 
 class MirroredSequence:
-    """One sequence, as a runner knows it."""
+    """A runner's copy of one sequence."""
 
     __slots__ = ("blocks", "first_choice", "output_token_ids", "prompt_token_ids", "sampling")
 
@@ -30,54 +30,54 @@ class MirroredSequence:
     ) -> None:
         self.prompt_token_ids = prompt
         self.output_token_ids = output
-        """As far as it is known: not a token that the step before has chosen and nobody has looked at."""
+        """The output so far, without tokens that the step before has chosen and that have not been read yet."""
         self.blocks = list(blocks)
         self.sampling = sampling
         self.first_choice = 0
-        """The first of the choices for it in the latest step that made some."""
+        """Index of its first choice in the latest step that chose tokens for it."""
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     def token_ids(self, start: int, stop: int) -> list[int]:
-        """The known ones of the tokens at positions start .. stop - 1."""
+        """The tokens at positions start .. stop - 1, as far as they are known."""
         length = len(self.prompt_token_ids)
         output = self.output_token_ids[max(0, start - length) : max(0, stop - length)]
         return [*self.prompt_token_ids[start:stop], *output]
 
 
 class _Chosen(NamedTuple):
-    """The choices of a step, which may not have been looked at yet."""
+    """The choices of a step, which may not have been read yet."""
 
     sequences: Sequence[MirroredSequence]
     indices: Sequence[int]
-    """Which of the choices is a sequence's next token."""
+    """For each sequence, the index of the choice that is its next token."""
     choices: Sequence[Sampled]
 
 
 class Rows:
-    """The rows of the latest step. A runner that only counts needs to know nothing else.
+    """The rows of the latest step. A runner that computes nothing and only counts needs no more than these.
 
-    The rows are kept as they were after the last step that changed them. Steps in which all of them only go on are
-    counted, and touch no row. The rows are brought up to date when they are read, and when a step changes them.
+    The rows are stored as of the last step that changed them. Steps in which every row just goes on are counted and
+    touch no row. The rows are brought up to date when they are read and when a step changes them.
     """
 
     def __init__(self) -> None:
         self.number = 0
-        """The step's."""
+        """The number of the latest step."""
         self.num_choices = 0
-        """Tokens to choose."""
+        """The number of tokens that the step chooses."""
         self.num_query_tokens = 0
         self.num_context_tokens = 0
-        """The tokens of all rows that have K and V after the step."""
+        """Tokens that have K and V after the step, summed over the rows."""
         self.num_steady = 0
-        """The number of steps in which the rows have been the same ones, each only going on."""
+        """The number of steps since the rows last changed; in each of them every row just went on."""
         self._rows: list[Row] = []  # as they were `num_steady` steps ago
-        self._all_go_on = False  # whether each of them chooses one token
+        self._all_go_on = False  # whether each row chooses one token
 
     def follow(self, step: StepInput) -> None:
-        """Bring the rows up to date with the lane's next step."""
+        """Update the rows to the lane's next step."""
         self.number = step.number
         changed = step.fresh or step.ended or step.told or step.left_out or step.added
         if changed or not self._all_go_on:
@@ -107,7 +107,7 @@ class Rows:
 
 
 class Mirror:
-    """All sequences that the runner was told of in one lane, and the rows of the latest step there."""
+    """All sequences of one lane, and the rows of its latest step."""
 
     def __init__(self) -> None:
         self.rows = Rows()
@@ -115,23 +115,23 @@ class Mirror:
 
     def _begin_anew(self) -> None:
         self.sequences: dict[int, MirroredSequence] = {}
-        self._choosing: list[MirroredSequence] = []  # the sequences of the rows for which tokens are chosen
-        self._first_choices: list[int] = []  # for each of them
+        self._choosing: list[MirroredSequence] = []  # the sequences of the rows that choose tokens
+        self._first_choices: list[int] = []  # for each of them, the index of its first choice
         self._needs_tokens = False
-        self._inputs: tuple[SamplingInput, ...] = ()  # the step before's; empty if they cannot be the next one's
+        self._inputs: tuple[SamplingInput, ...] = ()  # those of the step before, or empty if they cannot be used again
         self.prompt_inputs: list[PromptInput] = []
-        """What the latest step has to tell of prompts, in the order of its rows."""
+        """Prompt tokens whose log-probabilities the latest step reports, in the order of its rows."""
         self._unsettled: list[_Chosen] = []
         self.latest: Sequence[Sampled] = ()
-        """The choices of the latest step that was run."""
+        """The choices of the latest step that ran."""
 
     # --- Following --------------------------------------------------------------------------------
 
     def apply(self, step: StepInput, *, wait: bool = True) -> None:
-        """Follow one step's differences. Whatever raises leaves it half changed: a fresh step has to come next.
+        """Apply one step's differences. After an error the mirror is half changed, and the next step must be fresh.
 
-        `wait`: look at what the step before has chosen. Otherwise a token that is not known yet is named by its choice
-        (`BatchRow.token_ids`). The choices of earlier steps are known: the engine looks at them one step later.
+        `wait`: read the choices of the step before. If false, a token that is not known yet is named by the index of
+        its choice (`BatchRow.token_ids`). Choices of earlier steps are known: the engine reads them one step later.
         """
         if step.fresh:
             self._begin_anew()
@@ -143,11 +143,11 @@ class Mirror:
             self._inputs = ()
             self._note_choices()
             self._note_prompts()
-        if self._needs_tokens:  # the engine has waited for them already
+        if self._needs_tokens:  # the engine has already waited for these tokens
             self._settle(keep=0)
 
     def chosen(self, choices: Sequence[Sampled]) -> None:
-        """The tokens of the step applied last are these; they are looked at when they are needed."""
+        """Take the choices of the step applied last. They are read only when they are needed."""
         if len(choices) != self.rows.num_choices:
             raise ValueError(f"{len(choices)} tokens were chosen, not {self.rows.num_choices}")
         self.latest = choices
@@ -184,7 +184,7 @@ class Mirror:
         return MirroredSequence(parent.prompt_token_ids, output, parent.blocks, sampling)
 
     def _note_choices(self) -> None:
-        """Which choices will be whose."""
+        """Note which sequence each choice of this step belongs to."""
         self._choosing, self._first_choices, self._needs_tokens = [], [], False
         num_choices = 0
         for row in self.rows:
@@ -197,7 +197,7 @@ class Mirror:
                 self._needs_tokens |= sequence.sampling is not None and sequence.sampling.needs_tokens
 
     def _note_prompts(self) -> None:
-        """Of which tokens of the prompts the log-probabilities are wanted. One sequence of a request tells them."""
+        """Note the prompt tokens whose log-probabilities are wanted. One sequence of a request reports them."""
         for row in self.rows:
             sampling = self.sequences[row.sequence].sampling
             if sampling is None or sampling.params.prompt_logprobs is None or sampling.stream:
@@ -205,10 +205,10 @@ class Mirror:
             if followers := self.sequences[row.sequence].prompt_token_ids[row.start + 1 : row.stop + 1]:
                 self.prompt_inputs.append(PromptInput(row.sequence, followers, sampling.params.prompt_logprobs))
 
-    # --- What there is to run ---------------------------------------------------------------------
+    # --- The inputs of the model ------------------------------------------------------------------
 
     def batch(self) -> list[BatchRow]:
-        """The rows of the latest step, with all that running them takes."""
+        """The rows of the latest step, complete with tokens, positions and block tables."""
         pending: dict[MirroredSequence, int] = {}
         for chosen in self._unsettled:
             pending = dict(zip(chosen.sequences, chosen.indices, strict=True))
@@ -226,9 +226,9 @@ class Mirror:
     def sampling_inputs(self) -> tuple[SamplingInput, ...]:
         """One input for each token to choose, in the order of the rows.
 
-        Returns those of the step before if only positions have moved on. For that the rows only go on, the number
-        of pending tokens is what it was (for all of them), and no token may come to be forbidden. An input's position
-        moves with its output.
+        Returns the inputs of the step before if only positions have moved on, since an input's position moves with its
+        output. That is so if every row just goes on, each has the same number of pending tokens as before, and no token
+        can become forbidden.
         """
         if self._inputs:
             first = next(iter(self.rows))
@@ -236,7 +236,7 @@ class Mirror:
                 return self._inputs
         rows_with_logits = (row for row in self.rows if row.num_choices)
         inputs: list[SamplingInput] = []
-        may_come_again = self.rows.num_steady > 0  # in the step before, a row may have come back with none pending
+        may_come_again = self.rows.num_steady > 0  # when rows have just changed, one that came back has none pending
         for place, row in enumerate(rows_with_logits):
             if row.num_choices < 0:
                 continue
@@ -275,15 +275,15 @@ Kept = TypeVar("Kept")
 
 
 class PerLane(Generic[Kept]):
-    """Something of which each lane of steps has one: a mirror, or rows."""
+    """One object for each lane of steps: a mirror, or rows."""
 
     def __init__(self, make: Callable[[], Kept]) -> None:
         self._make = make
         self._by_lane: dict[int, Kept] = {}
-        self._number = 0  # of the latest step
+        self._number = 0  # the number of the latest step
 
     def of(self, step: StepInput) -> Kept:
-        """That of the step's lane. Raises ValueError for a step that is not the next one."""
+        """The object of the step's lane. Raises ValueError for a step that is not the next one."""
         if not step.fresh and step.number != self._number + 1:
             raise ValueError(f"step {step.number} cannot follow step {self._number}; only a fresh one can")
         self._number = step.number
@@ -293,20 +293,20 @@ class PerLane(Generic[Kept]):
 
 
 class MirroredRunner(Runner):
-    """A model that is given plain batches, one after another, each when the tokens of the one before are known."""
+    """A model that runs complete batches one after another, each once the tokens of the batch before are known."""
 
     def __init__(self, make_mirror: Callable[[], Mirror] = Mirror) -> None:
         self.mirrors = PerLane(make_mirror)
         self.mirror = make_mirror()
-        """That of the step which is being run, and of its lane."""
+        """The mirror of the lane whose step is being run."""
 
     @abstractmethod
     def move(self, moves: BlockMoves) -> None:
-        """Swap out, poison, swap in, copy, load: in this order, each batched over all blocks, layers and K/V."""
+        """Swap out, poison, swap in, copy and load blocks, in this order, each batched over blocks, layers and K/V."""
 
     @abstractmethod
     def forward(self, batch: Batch) -> Logits:
-        """Write K/V of every query token into its slot and attend through the block tables.
+        """Write K/V of every query token into its slot, and attend through the block tables.
 
         Returns logits [number of rows with `wants_logits`, vocab_size], in row order.
         """
@@ -318,7 +318,7 @@ class MirroredRunner(Runner):
     def prompt_logprobs(self, inputs: Sequence[PromptInput]) -> Mapping[int, Sequence[Sampled]]:
         """The log-probabilities of prompts, by sequence, after the latest `forward` (`BatchRow.num_prompt_logits`).
 
-        Who has none to tell leaves this as it is: then requests that ask for some fail.
+        A runner that cannot report any keeps this default, and requests that ask for them fail.
         """
         return {}
 

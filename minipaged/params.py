@@ -1,8 +1,8 @@
-"""What a user may set: SamplingParams, BeamSearchParams, EngineConfig. Validated when made, then immutable.
+"""The settings of requests and engines: SamplingParams, BeamSearchParams, EngineConfig. All are checked and immutable.
 
-A setting is declared once: its name, its type, its default, its bounds, and below it what it does. The arguments of
-`LLM` (`settings.py`), the options of the command line with their help (`options.py`) and what is said of a bad value
-are made from that.
+A setting is declared once: its name, type, default and bounds, with its help text below. The arguments of `LLM`
+(`settings.py`), the command line's options with their help (`options.py`) and the errors for bad values follow from
+that declaration.
 
 Names and defaults are vLLM's wherever vLLM has one.
 """
@@ -27,7 +27,7 @@ KVCacheDtype = Literal["auto", "int8", "fp8"]
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Which numbers a setting takes; in words, what is said of any other."""
+    """The numbers that a setting accepts. As a string, they complete the error message "it must be ..."."""
 
     at_least: float | None = None
     above: float | None = None
@@ -51,12 +51,12 @@ class Bounds:
 
 
 def setting(default: Any = MISSING, **bounds: Any) -> Any:
-    """A field of numbers within `Bounds`, as in `setting(16, at_least=1, at_most=256)`."""
+    """Make a dataclass field for a number within `Bounds`, as in `setting(16, at_least=1, at_most=256)`."""
     return field(default=default, metadata={"bounds": Bounds(**bounds)})
 
 
 def check(params: object) -> None:
-    """Refuse what a field's type or bounds exclude; make numbers Python's own (NumPy's are taken as well)."""
+    """Raise InvalidRequest for a value that its field's type or bounds exclude; turn NumPy's numbers into Python's."""
     for name, kinds, bounds in _checked_fields(type(params)):  # type: ignore[arg-type]  # a class can be hashed
         value = getattr(params, name)
         if value is None and NoneType in kinds:
@@ -69,7 +69,7 @@ def check(params: object) -> None:
 
 @cache
 def _checked_fields(params: type) -> list[tuple[str, tuple[Any, ...], Bounds | None]]:
-    """Of each field that is a number, yes or no, or a choice: its name, its types (or the choices), its bounds."""
+    """The name, types (or choices) and bounds of each field that is a number, a bool or a choice."""
     found = []
     hints = get_type_hints(params)
     for each in fields(params):
@@ -82,7 +82,7 @@ def _checked_fields(params: type) -> list[tuple[str, tuple[Any, ...], Bounds | N
 
 
 def _what_is_wrong(value: Any, kinds: tuple[Any, ...], bounds: Bounds | None) -> str:
-    """What a value should be instead; nothing if it is right."""
+    """Say what a value should be instead; an empty string if it is right."""
     if bool in kinds:
         return "" if isinstance(value, bool) else "it must be True or False"
     if int in kinds:
@@ -105,14 +105,14 @@ def _require(condition: bool, message: str) -> None:
 
 
 def _strings(name: str, given: str | Iterable[str] | None) -> tuple[str, ...]:
-    """One string or several; None is taken for none."""
+    """Turn one string or several into a tuple; None becomes an empty one."""
     strings = (given,) if isinstance(given, str) or not isinstance(given, Iterable | None) else tuple(given or ())
     _require(all(isinstance(string, str) for string in strings), f"{name} is {given!r}; it must hold strings")
     return strings
 
 
 def _tokens(name: str, given: Iterable[int] | None) -> tuple[int, ...]:
-    """Token ids of any kind of whole number; None is taken for none."""
+    """Turn token ids, of any integer type, into a tuple of ints; None becomes an empty one."""
     tokens = tuple(given) if isinstance(given, Iterable) else () if given is None else (given,)
     _require(
         isinstance(given, Iterable | None) and all(map(_is_whole, tokens)),
@@ -126,11 +126,11 @@ def _is_whole(value: object) -> bool:
 
 
 MOST_BIAS = 100
-"""With a bias of so much, a token is as good as chosen, or ruled out."""
+"""The largest `logit_bias`; it makes a token nearly certain, or nearly impossible."""
 
 
 def _biases(given: Mapping[int, float] | Iterable[tuple[int, float]] | None) -> tuple[tuple[int, float], ...]:
-    """(token, bias) pairs in order of the tokens, whatever they were given as."""
+    """Turn a mapping or pairs into (token, bias) pairs, sorted by token."""
     try:
         pairs = dict(given or ())
     except (TypeError, ValueError):
@@ -145,13 +145,13 @@ def _biases(given: Mapping[int, float] | Iterable[tuple[int, float]] | None) -> 
 
 
 MOST_LOGPROB_TOKENS = 128
-"""vLLM's bound on `SamplingParams.logprob_token_ids`."""
+"""vLLM's limit on the length of `SamplingParams.logprob_token_ids`."""
 
 
 def _knows_vllms_arguments(cls: type[SamplingParams]) -> type[SamplingParams]:
-    """Class decorator that lets the class take the arguments which only vLLM's class has (`SAMPLING_ARGUMENTS`).
+    """Class decorator that lets the class accept the arguments that only vLLM's class has (`SAMPLING_ARGUMENTS`).
 
-    A value that asks for what is done here anyway is let through. Any other raises an error that says why.
+    A value that asks for minipaged's own behaviour is accepted. Any other raises an error that says why.
     """
     make, own = cls.__init__, [each.name for each in fields(cls)]
 
@@ -169,56 +169,57 @@ class SamplingParams:
     """How to choose the tokens of one request. Raises InvalidRequest (a ValueError) for a value out of range."""
 
     n: int = setting(1, at_least=1)
-    """How many sequences to sample for the prompt; they share its blocks (paper, Fig. 8)."""
+    """Number of sequences to sample for the prompt; they share its blocks (paper, Fig. 8)."""
     temperature: float = setting(1.0, at_least=0, note="0 is greedy")
-    """0 is greedy: the likeliest token, always."""
+    """Number that divides the logits before a token is drawn; 0 is greedy, which always takes the likeliest token."""
     top_p: float = setting(1.0, above=0, at_most=1, note="1 keeps all tokens")
-    """Keep the smallest set of likeliest tokens whose probabilities reach this sum; 1 keeps all."""
+    """Keep the smallest set of likeliest tokens whose probabilities sum to at least this; 1 keeps all."""
     top_k: int = setting(0, at_least=-1, at_most=2**31 - 1, note="0 and -1 keep all tokens")
     """Keep the k likeliest tokens; 0 or -1 keeps all."""
     min_p: float = setting(0.0, at_least=0, at_most=1, note="0 keeps all tokens")
-    """Keep tokens at least this fraction as likely as the likeliest; 0 keeps all."""
+    """Keep the tokens that are at least this fraction as likely as the likeliest; 0 keeps all."""
     seed: int | None = None
-    """The same seed gives the same tokens, whatever else runs and on either tier, up to the rounding of the logits.
-    None: the engine draws one, another for each request."""
+    """Seed for drawing tokens. Equal seeds give equal tokens, whatever else runs and on either tier, up to the rounding
+    of the logits. None: the engine draws a seed for each request."""
     stop: str | Sequence[str] = ()
-    """Strings that end a sequence; they are cut off its text."""  # None is taken for none
+    """Strings that end a sequence; they are cut off its text."""  # None becomes ()
     include_stop_str_in_output: bool = False
-    """Leave the stop string that ended a sequence in its text."""
+    """Keep the stop string that ended a sequence in its text."""
     stop_token_ids: Sequence[int] = ()
-    """Tokens that end a sequence; kept in its `token_ids`."""
+    """Tokens that end a sequence; they stay in its `token_ids`."""
     ignore_eos: bool = False
     """Go on past the model's end-of-sequence token."""
     max_tokens: int | None = setting(16, at_least=1, note="None: as many as fit")
-    """Tokens to generate at most (None: until `max_model_len`, or as many as all n sequences have room for)."""
+    """Maximum number of tokens to generate for each sequence (None: until `max_model_len`, or until the whole pool
+    would have no room for all n sequences)."""
     min_tokens: int = setting(0, at_least=0)
-    """Tokens to generate before anything may end the sequence."""
+    """Number of tokens to generate before anything may end the sequence."""
     logprobs: int | None = setting(None, at_least=0, note="None: no report")
-    """How many of the likeliest tokens to report at each step, besides the chosen one; None: no report."""
+    """Number of likeliest tokens to report at each step, in addition to the chosen one; None: no report."""
     logprob_token_ids: Sequence[int] = ()
-    """Tokens to report at each step, besides the chosen one, in place of the likeliest; 128 at most."""
+    """Tokens to report at each step instead of the likeliest, in addition to the chosen one; 128 at most."""
     prompt_logprobs: int | None = setting(None, at_least=0, note="None: no report")
-    """How many of the likeliest tokens to report for each token of the prompt, besides itself; None: no report. A
-    request that asks for it computes its whole prompt: nothing is taken from the prefix cache."""
+    """Number of likeliest tokens to report for each token of the prompt, in addition to itself; None: no report. The
+    request then computes its whole prompt and uses no blocks of the prefix cache."""
     presence_penalty: float = setting(0.0, at_least=-2, at_most=2, note="0 is off")
-    """Subtracted from the logit of each token already generated; -2 to 2, 0 is off."""
+    """Amount to subtract from the logit of each token that was already generated; -2 to 2, 0 is off."""
     frequency_penalty: float = setting(0.0, at_least=-2, at_most=2, note="0 is off")
-    """Subtracted for each time the token was already generated; -2 to 2, 0 is off."""
+    """Amount to subtract for each time a token was already generated; -2 to 2, 0 is off."""
     repetition_penalty: float = setting(1.0, above=0, note="1 is off")
-    """Divides positive logits (multiplies negative ones) of tokens in the prompt or the output; 1 is off."""
+    """Factor for tokens in the prompt or the output: divides positive logits, multiplies negative ones; 1 is off."""
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
-    """Added to the logits of these tokens, -100 to 100 each."""  # kept as pairs, which can be hashed
+    """Amounts to add to the logits of these tokens, -100 to 100 each."""  # kept as pairs, which can be hashed
     allowed_token_ids: Sequence[int] | None = None
     """Choose among these tokens only; None: among all."""
     bad_words: Sequence[str] = ()
-    """Words that must not be generated, be it at the beginning of a text or after a space."""
+    """Words that must not be generated, at the beginning of a text or after a space."""
     skip_special_tokens: bool = True
     """Leave special tokens, such as the end of sequence, out of the text."""
     spaces_between_special_tokens: bool = True
-    """Keep the space that the tokenizer's decoder puts before a special token that follows another one. It matters only
-    where the text shows special tokens."""
+    """Keep the space that the tokenizer's decoder puts between two special tokens. This matters only if the text shows
+    special tokens."""
     truncate_prompt_tokens: int | None = setting(None, at_least=1, note="None: the whole prompt")
-    """Take only so many of the prompt's tokens, the last ones; None: all."""
+    """Number of the prompt's tokens to use, which are the last ones; None: all."""
 
     def __post_init__(self) -> None:
         plain: dict[str, Any] = {name: _strings(name, getattr(self, name)) for name in ("stop", "bad_words")}
@@ -257,12 +258,12 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the logits depend on which tokens came before."""
+        """Whether a penalty makes the logits depend on earlier tokens."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
     @property
     def changes_logits(self) -> bool:
-        """Whether tokens are chosen by other logits than the model's."""
+        """Whether the request changes the model's logits before a token is chosen."""
         return self.has_penalties or self.allowed_token_ids is not None or bool(self.logit_bias)
 
 
@@ -271,14 +272,16 @@ class BeamSearchParams:
     """Beam search for one request, with the rules of transformers' `generate(num_beams=...)`."""
 
     beam_width: int = setting(4, at_least=1)
-    """How many beams run, and how many sequences are returned."""
+    """Number of beams that run, and of sequences that are returned."""
     max_tokens: int | None = setting(16, at_least=1, note="None: as many as fit")
-    """Tokens to generate at most (None: as many as all beams have room for)."""
+    """Maximum number of tokens to generate (None: until `max_model_len`, or until the whole pool would have no room
+    for all beams)."""
     length_penalty: float = 1.0
-    """score = sum of logprobs / length ** length_penalty: above 0 favours long sequences, below 0 short ones."""
+    """Exponent in score = sum of logprobs / length ** length_penalty: above 0 favours long sequences, below 0 short
+    ones."""
     early_stopping: bool | Literal["never"] = False
-    """True: stop at `beam_width` finished sequences. False: stop when no running beam can beat them, going by
-    its present length. "never": by the best length it could still reach."""
+    """When to stop. True: at `beam_width` finished sequences. False: once no running beam could beat them at its
+    present length. "never": once none could beat them at the best length it can still reach."""
     ignore_eos: bool = False
     """Go on past the model's end-of-sequence token."""
 
@@ -294,74 +297,74 @@ TruncationSide = Literal["left", "right"]
 
 
 def truncated(token_ids: Sequence[int], most: int | None, side: TruncationSide = "left") -> Sequence[int]:
-    """The tokens that a request takes of its prompt, special tokens included: `most` at most (None: all). The side is
-    the one that is cut: "left" keeps the last tokens, "right" the first."""
+    """The tokens that a request uses of its prompt, special tokens included: at most `most` (None: all). `side` is the
+    side to cut: "left" keeps the last tokens, "right" the first."""
     if most is None or len(token_ids) <= most:
         return token_ids
     return token_ids[len(token_ids) - most :] if side == "left" else token_ids[:most]
 
 
 def final_token_ids(params: SamplingParams | BeamSearchParams, eos_token_ids: Sequence[int]) -> frozenset[int]:
-    """The tokens that end a sequence: the model's, unless they are to be ignored, and its own stop tokens."""
+    """The tokens that end a sequence: the model's, unless `ignore_eos`, and the request's own stop tokens."""
     own = params.stop_token_ids if isinstance(params, SamplingParams) else ()
     return frozenset(own if params.ignore_eos else (*own, *eos_token_ids))
 
 
 class RequestOutputKind(Enum):
-    """When a request is told of."""
+    """When a request gets updates."""
 
     DELTA = "delta"
-    """After each step, with what is new."""
+    """An update after each step, with the new output."""
     FINAL_ONLY = "final_only"
-    """When it has ended, with everything. Its text is made only then, unless it has stop strings."""
+    """One update at the end, with all output. The text is made only then, unless the request has stop strings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """What a user sets of an engine, and the engine goes by just so."""
+    """The settings that an engine uses exactly as the user gives them."""
 
     block_size: int = setting(16, at_least=1, at_most=256)
-    """Tokens a block, 1 to 256."""
+    """Tokens per block, 1 to 256."""
     kv_cache_dtype: KVCacheDtype = "auto"
-    """How keys and values are kept: as they are computed, or as the checkpoint says (auto); or in 8 bits with a scale
-    for each token and head, as whole numbers (int8) or floats (fp8). In 8 bits the same memory has nearly four times
+    """Format of the stored keys and values: as they are computed, or as the checkpoint says (auto); or in 8 bits with a
+    scale for each token and head, as integers (int8) or floats (fp8). In 8 bits the same memory holds nearly four times
     the blocks of float32."""
     preemption: PreemptionMode = "auto"
     """How to make room: "swap" copies blocks to the host while its pool has room, "recompute" drops them to be computed
-    again, "auto" takes whichever costs less."""
+    again, "auto" takes the way that costs less."""
     enable_prefix_caching: bool = True
-    """Reuse the blocks of equal prefixes."""
+    """Reuse blocks for prompts that begin with the same tokens."""
     max_num_seqs: int = setting(256, at_least=1)
-    """Sequences in one batch at most."""
+    """Maximum number of sequences in a batch."""
     max_num_batched_tokens: int = setting(2048, at_least=1)
-    """Query tokens in one batch at most; a longer prompt runs in chunks."""
+    """Maximum number of query tokens in a batch; a longer prompt runs in chunks."""
     tensor_parallel_size: int = setting(1, at_least=1)
-    """Ranks among which the heads, the MLP's columns and the vocabulary of each layer are shared out."""
+    """Number of ranks among which the heads and MLP columns of each layer, and the vocabulary, are divided."""
     pipeline_parallel_size: int = setting(1, at_least=1)
-    """Stages among which the layers are shared out."""
+    """Number of stages among which the layers are divided."""
     seed: int = 0
-    """The same seed gives the same tokens: it is where requests without a seed of their own get theirs from."""
+    """Seed from which requests without their own get theirs. Equal seeds give equal tokens."""
     debug: bool = False
     """Fill freed and new blocks with NaN and check every invariant after every step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(EngineSettings):
-    """The sizes and policies of one engine, all known (LLM fills in what its user left open)."""
+    """All sizes and policies of one engine. (LLM fills in those that its user left open.)"""
 
     num_blocks: int = setting(at_least=1)
     """Blocks in the KV cache's pool."""
     max_model_len: int = setting(at_least=1)
-    """Longest sequence, prompt and output together, in tokens."""
+    """Maximum length of a sequence, prompt and output together, in tokens."""
     vocab_size: int = setting(at_least=1)
-    """Tokens are numbers in range(vocab_size)."""
+    """Size of the vocabulary: token ids are numbers in range(vocab_size)."""
     num_swap_blocks: int = setting(0, at_least=0)
     """Blocks in the host pool that swapping uses."""
     eos_token_ids: tuple[int, ...] = ()
     """The model's end-of-sequence tokens."""
     async_scheduling: bool = False
-    """Launch the next step before the tokens of this one are known to the host, where no request needs them there. No
-    effect with `pipeline_parallel_size` above 1, by which steps of other sequences are in flight meanwhile."""
+    """Launch the next step before the host knows the tokens of this one, if no request needs them there. No effect with
+    `pipeline_parallel_size` above 1, where steps of other sequences are in flight meanwhile."""
 
     def __post_init__(self) -> None:
         check(self)

@@ -1,14 +1,15 @@
-"""What a scheduling policy decides, and from what: five questions over plain data (paper, sections 4.3 and 4.5).
+"""The scheduling policy: five decisions, each made from plain data (paper, sections 4.3 and 4.5).
 
-The engine's scheduler keeps the queues and takes the blocks. Whatever there is to decide it asks a `Policy`: the
-engine's own (`engine/policy.py`), one of `engine/policies/`, or yours: `Engine(policy=...)`, and assignment 4 of the
-course. What a policy is told are copies: nothing here leads back into the engine, and nothing is changed by changing
-them. (What takes time to find out is found out when it is looked at: look while you are asked. What nobody looked at
-is over afterwards: LookupError.) So a policy cannot break anything: its answers are checked, and one that cannot be
-carried out is an `InvariantViolation`, which costs the step and no request.
+The engine's scheduler keeps the queues and takes the blocks. It leaves every decision to a `Policy`: the engine's own
+(`engine/policy.py`), one of `engine/policies/`, or yours (`Engine(policy=...)`, and assignment 4 of the course).
 
-A question is asked only when its answer makes a difference; a step in which all that runs gets its tokens and blocks,
-and nobody waits, asks none.
+A policy cannot break anything. Its arguments are copies, so that changing them changes nothing in the engine. Its
+answers are checked; one that cannot be carried out raises an `InvariantViolation`, which fails the step but no request.
+(Values that are slow to compute are computed when they are first read. Read them during the call: afterwards, a value
+that was not read raises LookupError.)
+
+The policy is called only if its answer makes a difference. A step in which every running request gets its tokens and
+blocks, and no request waits, does not call it.
 """
 
 from __future__ import annotations
@@ -18,130 +19,134 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 Way = Literal["swap", "recompute"]
-"""How a preempted request comes back: from blocks on the host, or by computing its keys and values again."""
+"""The way in which a preempted request comes back: from blocks on the host, or by recomputing its keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """One request, as it is when the question is asked.
+    """One request, as it is when the policy is called.
 
-    It *runs*, or it *waits*: new, swapped out (its blocks are on the host), or dropped (to be recomputed; no blocks).
+    It *runs* or *waits*. A waiting request is new, swapped out (its blocks are on the host), or dropped (it has no
+    blocks and is to be recomputed).
     """
 
     request_id: str
     arrival: int
-    """Its place in the order of arrival: the smaller, the earlier. No two requests have the same."""
+    """Its place in the order of arrival: smaller is earlier. Each request has its own."""
     num_sequences: int = 1
-    """Sequences that it runs with, all of them or none: `n` or `beam_width`, less those that have finished."""
+    """Its sequences, which run all together or not at all: `n` or `beam_width`, less those that have finished."""
     prompt_tokens: int = 1
     max_output_tokens: int = 1
-    """Of each sequence."""
+    """The most output tokens that each sequence can have."""
     tokens_to_run: int = 1
-    """Tokens that it could run in the next step: while it decodes, one for each sequence that it has by then."""
+    """Tokens that it could run in the next step. While it decodes, this is one for each sequence in that step."""
     decodes: bool = False
-    """Whether all it has to run is the latest token of each sequence, and no prompt or dropped tokens before it.
+    """Whether it has only the latest token of each sequence to run, and no prompt or dropped tokens before it.
 
-    So is a new request whose prompt is a single token: it runs that one, and becomes `num_sequences` afterwards.
+    A new request whose prompt is a single token decodes too: it runs that token, and then has `num_sequences`.
     """
     num_blocks: int = 0
-    """Different blocks that it holds: on the device if it runs, on the host if it was swapped out."""
+    """Different blocks that it holds, on the device if it runs, on the host if it is swapped out."""
     num_tokens: int = 0
-    """Tokens whose keys and values are in those blocks; what its sequences share counts once."""
+    """Tokens whose keys and values are in those blocks; a token that its sequences share counts once."""
     blocks_needed: int = 0
-    """Free blocks that it takes to run what it has to run; if it was swapped out, those for its host blocks too."""
+    """Free blocks that it needs to run `tokens_to_run`; if it is swapped out, including those for its host blocks."""
     priority: int = 0
-    """As whoever sent it wishes: the smaller, the earlier. Not every policy looks at it."""
+    """The priority that its sender gave it: smaller is earlier. Not every policy uses it."""
     arrival_time: float = 0.0
-    """When it arrived, in seconds by the engine's clock."""
+    """The time of its arrival, in seconds of the engine's clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What the ways in which a request comes back pay for, on one machine and with one KV cache."""
+    """Figures from which the costs of swapping and recomputing follow, for one machine and one KV cache."""
 
     seconds_per_copy: float
-    """What starting one copy costs, however small it is."""
+    """Time to start one copy, whatever its size."""
     copies_per_block: int
-    """1 when a block is one piece of memory; 2 x layers when every layer has a pool of keys and one of values."""
+    """Copies that move one block: 1 if it is one piece of memory; 2 x layers if each layer has a pool of keys and one
+    of values."""
     block_bytes: int
-    """Keys and values of one block, all layers."""
+    """Size of one block: keys and values of all layers."""
     link_bytes_per_second: float
-    """Between device and host, one way."""
+    """Bandwidth between device and host, one way."""
     prefill_tokens_per_second: float
 
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """How soon a request wants to be served (SLO, service level objectives), in seconds.
+    """Limits on how long a request may take (SLO, service level objectives), in seconds.
 
-    Requests a second for which both are met are the *goodput* (Zhong et al., DistServe, OSDI 2024).
+    The requests per second that meet both limits are the *goodput* (Zhong et al., DistServe, OSDI 2024).
     """
 
     first_token: float
-    """TTFT, the time to the first token, at most."""
+    """Limit on TTFT, the time to the first token."""
     between_tokens: float
-    """TPOT, the time per output token after the first, on average, at most."""
+    """Limit on TPOT, the average time per output token after the first."""
 
     def met(self, first_token: float, between_tokens: float) -> bool:
-        """Whether these times are within both."""
+        """Whether these times are within both limits."""
         return first_token <= self.first_token and between_tokens <= self.between_tokens
 
 
 class Policy(Protocol):
-    """Who comes in, who runs how many tokens, who makes room, and how it comes back.
+    """Decides which requests are admitted, how many tokens each runs, which one is preempted, and how it comes back.
 
-    It is asked, and changes nothing. Lists of requests come in any order, and are to be read while it is asked. It is
-    not told of what becomes of its answers: what it remembers of a request (by `arrival`, which no other has) it has to
-    forget by itself. The easy way to another order is a `FirstComeFirstServed` with a `turn` of its own
-    (`engine/policies/`).
+    A policy returns decisions and changes nothing. Lists of requests come in any order, and must be read during the
+    call. A policy does not learn what becomes of its decisions: if it remembers anything about a request (by `arrival`,
+    which is unique), it must forget that by itself. The easy way to another order is a subclass of
+    `FirstComeFirstServed` with its own `turn` (`engine/policies/`).
     """
 
     def fits(self, request: RequestView) -> bool:
-        """Whether to take this request at all; if not, it is refused, and never waits.
+        """Return whether to take this request at all. If not, it is refused and never waits.
 
-        Asked once, when a request arrives that the engine could serve if it had everything to itself. (What it could
-        not serve even then, it refuses without asking.)
+        Called once, when a request arrives that the engine could serve if it ran alone. (The engine refuses any other
+        request without this call.)
         """
         ...
 
     def share_tokens(self, running: Sequence[RequestView]) -> Mapping[str, int]:
-        """How many tokens each running request runs in this step: request_id -> tokens, at most its `tokens_to_run`.
+        """Return how many tokens each request runs in this step: request_id -> tokens, at most its `tokens_to_run`.
 
-        Who is left out gets none. One that `decodes` gets all or none; somebody gets some. Asked at the beginning of a
-        step, when all of them together have more to run than the `max_num_batched_tokens` of one batch.
+        A request that is left out gets none. One that `decodes` gets all or none. At least one request must get tokens.
+        Called at the beginning of a step if the requests have more than `max_num_batched_tokens` tokens to run.
         """
         ...
 
     def victim(self, running: Sequence[RequestView]) -> str:
-        """The request_id of the running request that is preempted: all of its blocks are taken.
+        """Return the request_id of the running request to preempt, which loses all of its blocks.
 
-        Asked when the blocks for the step are not there and at least two run; after it the step begins anew.
+        Called when the step lacks blocks and at least two requests run. The step is then decided again from its start.
         """
         ...
 
     def way_back(self, request: RequestView, host_free: int) -> Way:
-        """How the victim comes back: "swap" copies its blocks to the host, "recompute" drops them.
+        """Return how the victim comes back: "swap" copies its blocks to the host, "recompute" drops them.
 
-        Asked when both are possible: the engine's `preemption` is "auto", and of the host's pool enough blocks are
-        free, `host_free`.
+        Called when both are possible: the engine's `preemption` is "auto", and `host_free`, the number of free blocks
+        in the host's pool, is large enough.
         """
         ...
 
     def admit(
         self, waiting: Sequence[RequestView], running: Sequence[RequestView], num_free: int, tokens_left: int
     ) -> Sequence[str]:
-        """The request_ids of those that come in now, in this order, each with all of its sequences.
+        """Return the request_ids of the waiting requests to admit now, in this order, each with all of its sequences.
 
-        Their `blocks_needed` have to be free: there are `num_free`. A batch has room for `max_num_seqs` sequences, and
-        for `max_num_batched_tokens`, each of which takes a token. Of the tokens, `tokens_left` are nobody's yet; each
-        that comes in takes as many of them as it has to run, and needs one at least, or all if it `decodes`. When
-        nothing runs, somebody has to come in.
+        - Blocks: their `blocks_needed` must fit into the `num_free` free blocks.
+        - Sequences: at most `max_num_seqs` may run, and at most `max_num_batched_tokens`, since each needs a token of
+          every batch.
+        - Tokens: `tokens_left` tokens of this batch are free. Each admitted request takes its `tokens_to_run` or what
+          is left; it needs at least one token, or all of them if it `decodes`.
+        - If no request runs, at least one must be admitted.
 
-        Asked at the end of a step, when somebody waits, nobody was preempted, and there are a free block, a token and
-        room for a sequence; and again after somebody came in, until the answer is nobody.
+        Called last in a step, if a request waits, none was preempted, and a free block, a token and room for a sequence
+        are left. Called again after each admission, until it returns no request.
         """
         ...
 
 
 MakePolicy = Callable[[int, int, int, int, Costs], Policy]
-"""A class of policies, or a function, given (num_blocks, block_size, max_num_seqs, max_num_batched_tokens, costs)."""
+"""A policy class (or a function) to call with num_blocks, block_size, max_num_seqs, max_num_batched_tokens, costs."""

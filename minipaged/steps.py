@@ -1,19 +1,19 @@
-"""A step as data: what the engine asks of a runner, and what comes back.
+"""A step as data: the input that the engine sends to a runner.
 
-Whoever runs steps (a tier's Llama, the content oracle, a simulated machine, a process elsewhere, a recording) keeps a
-*mirror*: of each sequence its tokens, its block table, and how its tokens are chosen (`mirror.py`). A `StepInput`
-carries only what has changed since the step before. So a step in which all go on decoding says hardly anything, however
-many they are; and the same steps, in the same order, can be run anywhere.
+A runner (a tier's Llama, the content oracle, a simulated machine, a process elsewhere, a recording) keeps a *mirror* of
+the sequences: each one's tokens, its block table, and how its tokens are chosen (`mirror.py`). A `StepInput` carries
+only the changes since the step before. So a step in which all sequences go on decoding is a few bytes, for any number
+of sequences; and a list of steps can be run again anywhere, in the same order.
 
-- Sequences are named by numbers that are never used again.
-- A token that a runner has chosen is not told to it: the mirror appends it by itself. What the host chose (beam search)
-  is told.
-- While a step is running, nobody on the host knows its tokens. Its choices are named by their place there: choice i of
-  that step, counted over its rows in order.
-- With pipeline parallelism steps come in *lanes*, each with sequences of its own. A step says what has changed since
-  the one before it in its lane; the blocks are common to all.
+- A sequence is named by a number, which is never used again.
+- A step does not carry the tokens that the runner itself has chosen: the mirror appends them. It carries the tokens
+  that the host has chosen (beam search).
+- While a step is running, the host does not know its tokens. They are named by their index: choice i of that step,
+  counted over its rows in order.
+- With pipeline parallelism, steps are in *lanes*, each with its own sequences. A step carries the changes since the
+  previous step of its lane; the blocks are common to all lanes.
 
-All of it is plain Python and immutable; `step_files.py` has its encoding in bytes, field by field.
+All types here are plain, immutable Python; `step_files.py` describes their encoding as bytes, field by field.
 """
 
 from __future__ import annotations
@@ -27,44 +27,44 @@ CopyPair = tuple[int, int]
 """(source block, destination block)."""
 
 LOGITS = -1
-"""As `Row.num_choices`: no token is chosen, the logits are asked for."""
+"""The value of `Row.num_choices` for a row that returns its logits and chooses no token."""
 
 
 class BlockMoves(NamedTuple):
-    """Blocks to move before a forward pass. Run in the order of the fields, each as one batched call."""
+    """Blocks to move before a forward pass, in the order of the fields; each field is one batched call."""
 
     swap_out: tuple[CopyPair, ...] = ()
     """(device block, host block)."""
     poison: tuple[int, ...] = ()
-    """Device blocks whose content is now nobody's: filled with NaN. Empty unless debugging."""
+    """Device blocks that were freed or newly allocated, to be filled with NaN. Empty unless debugging."""
     swap_in: tuple[CopyPair, ...] = ()
     """(host block, device block)."""
     copy: tuple[CopyPair, ...] = ()
     """(device block, device block), for copy-on-write. No destination is a source."""
     load: tuple[tuple[int, bytes], ...] = ()
-    """(device block, its K and V): another engine computed them (`kv_connector.py`)."""
+    """(device block, its K and V as bytes), which another engine computed (`kv_connector.py`)."""
 
 
 class Sampling(NamedTuple):
-    """What choosing a sequence's tokens takes, beside its tokens."""
+    """How to choose a sequence's tokens."""
 
     params: SamplingParams
     seed: int
-    """The request's seed: `params.seed`, or one drawn for it."""
+    """The request's seed: `params.seed`, or one that the engine drew for it."""
     stream: int
-    """Which of the request's `n` sequences: 0 .. n - 1."""
+    """Index of the sequence among the request's `n`: 0 .. n - 1."""
     forbidden_token_ids: tuple[int, ...] = ()
-    """Tokens that must not be chosen before there are `params.min_tokens`."""
+    """Tokens that must not be chosen before the output has `params.min_tokens` tokens."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """`params.bad_words` in tokens: the last of them must not be chosen where the output ends with those before it."""
+    """`params.bad_words` as tokens. A word's last token must not be chosen if the output ends with its other tokens."""
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether the next token cannot be chosen before those until then are known to the host."""
+        """Whether the next token can be chosen only when the host knows all tokens before it."""
         return self.params.has_penalties or any(len(word) > 1 for word in self.bad_words)
 
     def forbidden_after(self, output_token_ids: Sequence[int], num_pending: int = 0) -> tuple[int, ...]:
-        """The tokens that must not be chosen next. `num_pending`: so many more are being chosen, and not known."""
+        """The tokens that must not be chosen next. `num_pending`: the number of output tokens still being chosen."""
         early = len(output_token_ids) + num_pending < self.params.min_tokens
         forbidden = self.forbidden_token_ids if early else ()
         if self.bad_words:
@@ -75,40 +75,40 @@ class Sampling(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """A sequence that the runner does not know yet in this lane."""
+    """A sequence that is new to the runner in this lane."""
 
     sequence: int
     token_ids: tuple[int, ...]
-    """Prompt, and output as far as there is some."""
+    """The prompt, followed by the output so far."""
     prompt_length: int
     blocks: tuple[int, ...]
-    """Its block table."""
+    """The sequence's block table."""
     sampling: Sampling | None
-    """None: the host chooses its tokens (beam search)."""
+    """How the runner chooses its tokens; None if the host chooses them (beam search)."""
 
 
 class Forked(NamedTuple):
-    """A sequence that begins as a copy of another, as that was after the step before."""
+    """A sequence that begins as a copy of another one, the parent, in its state after the step before."""
 
     sequence: int
     parent: int
     choice: int
-    """Its latest token is this one of those that the step before chose for the parent (0 is the parent's own), and it
-    is sample number `choice` from now on. LOGITS: nothing was chosen there."""
+    """Index of its latest token among those that the step before chose for the parent (0 is the parent's own). From now
+    on it is also the sequence's `stream`. LOGITS if no token was chosen in that step."""
 
 
 class TableChange(NamedTuple):
-    """A block table that has changed: it grew, a block was copied or exchanged, or it was given up, or taken back."""
+    """A block table that has changed: it grew, a block was copied or replaced, or all were given up or taken back."""
 
     sequence: int
     kept: int
-    """So many blocks at its beginning are as they were."""
+    """The number of blocks at the table's beginning that have not changed."""
     blocks: tuple[int, ...]
-    """Those after them, all of them. A sequence that waits has none, be it swapped out or dropped."""
+    """All blocks after those. A sequence that waits, swapped out or dropped, has none."""
 
 
 class ChosenToken(NamedTuple):
-    """A token that the host chose. Where the runner has chosen one for that position, this one takes its place."""
+    """A token that the host chose. It replaces the token that the runner chose for this position, if there is one."""
 
     sequence: int
     position: int
@@ -116,42 +116,42 @@ class ChosenToken(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The tokens of one sequence that a step runs: its query tokens."""
+    """The query tokens of one sequence: the tokens that a step runs."""
 
     sequence: int
     start: int
-    """The position of the first: all before it is in the KV cache already."""
+    """The position of the first query token; all earlier positions are in the KV cache already."""
     num_tokens: int
     num_choices: int
-    """How many tokens to choose after the last of them: 1; `n` after a prompt that forks; 0 where there is more to run
-    first; or LOGITS."""
+    """The number of tokens to choose after the last query token: 1; `n` after a prompt that forks; 0 if later steps run
+    more of the prompt (or of dropped tokens) first; or LOGITS."""
 
     @property
     def stop(self) -> int:
-        """How many of the sequence's tokens have K and V after the step."""
+        """The number of the sequence's tokens that have K and V after the step."""
         return self.start + self.num_tokens
 
     def next(self, steps: int = 1) -> Row:
-        """The same sequence after so many steps, one token further in each."""
+        """The sequence's row `steps` steps later, if each step runs one token."""
         return Row(self.sequence, self.stop + steps - 1, 1, min(self.num_choices, 1))
 
 
 class StepInput(NamedTuple):
-    """One step. A runner takes the fields in this order; what a field leaves out is as it was.
+    """One step. A runner applies the fields in this order; anything that a field does not mention is unchanged.
 
-    The rows of a step are those of the step before, in the same order and each one token further (`Row.next`), and
-    after them `added`. Rows that chose nothing do not go on, nor do sequences that have ended or that are `left_out`.
-    (The step before is everywhere the one before in the same lane, but for the number.)
+    The rows of a step are those of the step before, in the same order and each one token further (`Row.next`), followed
+    by `added`. Rows with `num_choices` 0 do not go on, nor do sequences that have ended or that are `left_out`. (The
+    step before is always the previous step of the same lane, except in `number`.)
     """
 
     number: int
-    """The step's: one more than that of the step before, in whatever lane, unless it is `fresh`."""
+    """The step's number: one more than that of the previous step of any lane, unless the step is `fresh`."""
     fresh: bool = False
-    """Forget all sequences and rows of the lane first: something has failed, and what follows begins anew. (When steps
-    fail, the next one of every lane is fresh.)"""
+    """Whether to forget all sequences and rows of the lane first, because a step has failed. (After a failure the next
+    step of every lane is fresh.)"""
     forked: tuple[Forked, ...] = ()
     ended: tuple[int, ...] = ()
-    """Sequences that will not run again in this lane; one that was preempted may go on in another."""
+    """Sequences that will not run again in this lane; a preempted one may go on in another lane."""
     begun: tuple[Begun, ...] = ()
     tables: tuple[TableChange, ...] = ()
     told: tuple[ChosenToken, ...] = ()
@@ -159,4 +159,4 @@ class StepInput(NamedTuple):
     left_out: tuple[int, ...] = ()
     added: tuple[Row, ...] = ()
     lane: int = 0
-    """Of several with pipeline parallelism, whose steps are in flight at the same time."""
+    """The step's lane. With pipeline parallelism there are several, with steps in flight at the same time."""

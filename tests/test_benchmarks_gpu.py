@@ -656,8 +656,29 @@ def test_the_roofline_is_one_svg_that_needs_nothing_else_and_has_a_dark_side(doc
     assert x0 < x < x1
     roof = y0 + (x - x0) / (x1 - x0) * (y1 - y0)
     assert roof < y < roof + 10  # just below it: 92.5 % of the copy
+    remove_measurements(docs / "gpu.md")
     assert page.main([]) == 0
     assert not (docs / "assets" / "roofline.svg").exists()  # with the run its picture goes
+
+
+def remove_measurements(file: Path) -> None:
+    head, rest = file.read_text().split(page.BEGIN)
+    file.write_text(head + page.BEGIN + page.END + rest.split(page.END)[1])
+
+
+def test_measurements_stay_where_no_run_is_given(
+    docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Until they are removed by hand."""
+    assert page.main([file_of(synthetic_run(), tmp_path)]) == 0
+    before = (docs / "gpu.md").read_text(), (docs / "assets" / "roofline.svg").read_text()
+    assert page.main([]) == 2
+    assert "gpu.md has measurements, and no runs are given" in capsys.readouterr().err
+    assert before == ((docs / "gpu.md").read_text(), (docs / "assets" / "roofline.svg").read_text())
+    remove_measurements(docs / "gpu.md")
+    for _ in range(2):
+        assert page.main([]) == 0
+    assert "**Not yet measured.**" in (docs / "gpu.md").read_text()
 
 
 def test_what_is_written_by_hand_stays(docs: Path, tmp_path: Path) -> None:

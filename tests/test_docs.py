@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import re
+import sys
+import tomllib
 from dataclasses import fields
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
+import yaml
+from markdown.extensions.toc import slugify
 
 from docs import build, python_in_page
 from minipaged.events import EVENT_TYPES
@@ -18,8 +24,7 @@ from tests.source import definitions
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
     [
-        ROOT / "README.md",
-        ROOT / "CHANGELOG.md",
+        *ROOT.glob("*.md"),
         *(ROOT / "docs").rglob("*.md"),
         *(ROOT / "assignments").glob("*/*.md"),
         *(ROOT / "tutorials").glob("*.py"),
@@ -40,13 +45,88 @@ def test_every_link_to_a_file_leads_to_one(page: Path) -> None:
             assert (page.parent / target).exists(), target
 
 
-def test_the_command_lines_of_the_readme_are_understood() -> None:
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent == ROOT], ids=lambda page: page.name)
+def test_links_from_the_root_lead_to_headings_that_are_there(page: Path) -> None:
+    """Those within docs/ are checked when the site is built."""
+    for file, anchor in re.findall(r"\]\(([^)#\s]+\.md)#([^)\s]*)\)", page.read_text()):
+        headings = re.findall(r"^#+ (.+)$", (ROOT / file).read_text(), flags=re.MULTILINE)
+        assert anchor in {slugify(heading.replace("`", ""), "-") for heading in headings}, f"{file}#{anchor}"
+
+
+# --- The files at the root ------------------------------------------------------------------------
+
+README = (ROOT / "README.md").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_the_readme_and_the_changelog_are_short() -> None:
+    assert len(README.encode()) < 7_000
+    assert len((ROOT / "CHANGELOG.md").read_text().splitlines()) < 80
+
+
+def test_the_ten_lines_of_the_readme_run(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import minipaged
+
+    [code] = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert len([line for line in code.splitlines() if line]) == 10
+    small = minipaged.LLM(tiny_model, tier="reference", num_blocks=64)
+    monkeypatch.setattr(minipaged, "LLM", lambda name: small, raising=False)
+    ran: dict[str, Any] = {}
+    exec(code, ran)
+    assert len(ran["story"].outputs) == 4
+    assert ran["update"].output.outputs[0].text in capsys.readouterr().out
+
+
+def test_every_speed_of_the_readme_stands_in_the_docs() -> None:
+    """In one line with how many times as fast as the peer that is."""
+    measured = [
+        line for page in ("gpu", "benchmarks") for line in (ROOT / "docs" / f"{page}.md").read_text().split("\n")
+    ]
+    rows = re.findall(r"^\| (?:H200|CPU).*\| ([\d.,]+) \S+ \| .* \| ([\d.]+) × \|$", README, flags=re.MULTILINE)
+    assert len(rows) == 5
+    for figure, ratio in rows:
+        assert any(re.search(rf"\| {figure}[ |]", line) and re.search(rf"[ |]{ratio}\b", line) for line in measured), (
+            figure,
+            ratio,
+        )
+
+
+def test_the_changelog_says_where_modules_are_now() -> None:
+    rows = re.findall(
+        r"^  \| (`minipaged\..*) \| (`minipaged\..*) \|$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
+    assert rows
+    for row in rows:
+        before, now = (re.findall(r"`(\S+)`", names) for names in row)
+        assert len(before) == len(now)
+        assert not [name for name in before if (ROOT / (name.replace(".", "/") + ".py")).exists()]
+        assert all((ROOT / (name.replace(".", "/") + ".py")).is_file() for name in now)
+
+
+def test_what_is_cited_is_the_project_as_it_is() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert cited.keys() >= {"cff-version", "message", "title", "authors"}  # without these it is no citation file
+    assert cited["cff-version"] == "1.2.0"
+    assert (cited["title"], cited["version"], cited["license"]) == tuple(
+        PROJECT[key] for key in ("name", "version", "license")
+    )
+    assert cited["abstract"] == PROJECT["description"]
+    assert cited["keywords"] == PROJECT["keywords"]
+    [paper] = cited["references"]
+    assert paper["doi"] == "10.1145/3600006.3613165"
+
+
+def test_the_command_lines_of_the_docs_are_understood() -> None:
     from typer.testing import CliRunner
 
     from minipaged.cli import app
 
-    lines = re.findall(r"^\$ minipaged (.*)$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
-    assert len(lines) >= 5
+    pages = (ROOT / "docs" / "using.md", ROOT / "docs" / "index.md", ROOT / "docs" / "paper" / "index.md")
+    text = "\n".join(page.read_text() for page in pages)
+    lines = re.findall(r"^\$ (?:.* )?minipaged (.*?)(?: +#.*)?$", text, flags=re.MULTILINE)
+    assert len(lines) >= 25
     for line in lines:
         words = re.findall(r'"[^"]*"|\S+', line)
         shown = CliRunner().invoke(app, [word.strip('"') for word in words] + ["--help"])
@@ -69,6 +149,35 @@ def test_what_the_docs_name_is_in_the_file_that_they_link(page: Path) -> None:
 
 def test_the_map_of_the_paper_names_functions() -> None:
     assert len(CODE_LINK.findall((ROOT / "docs" / "paper.md").read_text())) > 30
+
+
+def test_the_design_begins_with_the_life_of_a_request_as_a_request_lives_it(tiny_model: Path) -> None:
+    """Eight lines, each of which begins with a link to a function. A request enters these in this order."""
+    from minipaged import LLM, SamplingParams
+
+    page = (ROOT / "docs" / "design.md").read_text()
+    assert page.startswith("# The design\n\n## The life of a request, in eight lines\n\n1. ")
+    lines = re.findall(r"^(\d)\. (.*)$", page.partition("\n\nLines 3 to 8")[0], flags=re.MULTILINE)
+    assert [int(number) for number, _ in lines] == [1, 2, 3, 4, 5, 6, 7, 8]
+    links = [link for _, line in lines if (link := CODE_LINK.match(line))]
+    assert len(links) == 8
+    every = [(ROOT / file, name) for _, line in lines for name, file in CODE_LINK.findall(line)]
+    llm = LLM(tiny_model, tier="reference", num_blocks=8)
+    entered: list[tuple[Path, str]] = []
+
+    def enter(frame: FrameType, what: str, _: object) -> None:
+        if what == "call":
+            entered.append((Path(frame.f_code.co_filename), frame.f_code.co_qualname))
+
+    sys.setprofile(enter)
+    try:
+        llm.generate(["Paging is"], SamplingParams(max_tokens=2))
+    finally:
+        sys.setprofile(None)
+    functions = [place for place in every if place[1] != "StepInput"]
+    assert set(functions) <= set(entered)
+    first = [entered.index((ROOT / link["file"], link["name"])) for link in links]
+    assert first == sorted(first)
 
 
 # --- The paper's figures --------------------------------------------------------------------------

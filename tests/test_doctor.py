@@ -115,7 +115,7 @@ PROBLEMS = {
     "a torch for CPUs": (cpu_wheel, r"built without CUDA; .* -m pip install 'torch===\d+\.\d+\.\d+'"),
     "an old driver": (
         old_driver,
-        r"driver is for CUDA 11.4 and older, and this torch for CUDA 13.0; update the driver, or",
+        r"driver is for CUDA 11.4 and older, but this torch is for CUDA 13.0; update the driver, or",
     ),
     "a driver without a GPU": (no_device, r"cannot use the NVIDIA GPU: No CUDA GPUs are available; see nvidia-smi"),
     "no fabric manager": (no_fabric_manager, r"Error 802: system not yet initialized; start nvidia-fabricmanager"),
@@ -262,7 +262,7 @@ def test_no_compiler_and_no_headers_are_found_before_triton_looks(
     programs.remove("clang")  # Triton does not look for cc
     assert "install gcc or clang, or set CC" in (devices.compiler_problem() or "")
     monkeypatch.setenv("CC", "/nowhere/gcc")
-    assert "CC names none that is here ('/nowhere/gcc')" in (devices.compiler_problem() or "")
+    assert "CC names one that is not here ('/nowhere/gcc')" in (devices.compiler_problem() or "")
     monkeypatch.setenv("CC", "mycc")
     assert devices.compiler_problem() is None
     (tmp_path / "Python.h").unlink()
@@ -313,13 +313,13 @@ def test_doctor_says_of_a_checkout_that_it_is_one(
 
 
 def test_what_writes_the_version_down_writes_that_of_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
-    from minipaged.paper.running import made
+    from minipaged.paper.running import PACKAGE, digest_of, made
     from minipaged.recordings.step_files import Header
 
     tier = SimpleNamespace(name="reference", device="cpu", dtype="float32")
     llm = SimpleNamespace(loaded=SimpleNamespace(tier=tier), config=None, model_config=None)
     monkeypatch.setattr(metadata, "version", not_installed)
-    assert made(seed=1, quick=True).minipaged == "a checkout"
+    assert made(seed=1, quick=True).minipaged == f"a checkout ({digest_of(PACKAGE)[:12]})"
     assert Header.of("model", cast("Any", llm)).version == "a checkout"
 
 

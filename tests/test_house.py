@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -44,7 +45,6 @@ HOUSE = {
     "steps": Room("params"),
     "contracts": Room("errors params scheduling steps"),
     "mirror": Room("contracts steps"),
-    "setup": Room("contracts errors handover params scheduling"),
     # The engine knows no tier, and no NumPy.
     "engine": Room("contracts errors events handover outputs params scheduling steps"),
     # A run followed from its events.
@@ -86,13 +86,18 @@ HOUSE = {
         "msgspec numpy torch",
         late={"a worker can say that it starts before it has": "parallel.rank"},
     ),
-    # What users call, and what stands on it.
-    "llm": Room(
-        "api contracts engine errors events handover models outputs params scheduling setup tiers",
+    # The settings, the model that they ask for, and the sizes that they leave open.
+    "setup": Room(
+        "contracts engine errors handover models params scheduling tiers",
         late={
-            "slow to load, and only some calls need them": "psutil rich",
+            "slow to load, and only sizes that are left open need it": "psutil",
             "only those who ask for several processes need them": "parallel.tier",
         },
+    ),
+    # What users call, and what stands on it.
+    "llm": Room(
+        "api contracts engine errors events models outputs params scheduling setup tiers",
+        late={"slow to load, and only some calls need it": "rich"},
     ),
     "quantizing": Room(
         "api errors llm models params tiers", "numpy", late={"slow to load, and only a terminal shows it": "rich"}
@@ -101,7 +106,9 @@ HOUSE = {
     "minipaged": Room(
         "api errors outputs params", late={"the parts without NumPy are to be had without it": "async_llm llm"}
     ),
-    "recordings": Room("contracts errors llm mirror models.config params scheduling steps tiers", "msgspec numpy"),
+    "recordings": Room(
+        "contracts errors llm mirror models.config params scheduling setup steps tiers", "msgspec numpy"
+    ),
     "stepper": Room(
         "contracts engine errors events minipaged mirror params replay scheduling steps tiers",
         late={"runs in a page, where it is loaded when somebody begins": "numpy"},
@@ -109,7 +116,7 @@ HOUSE = {
     "demo": Room(
         "contracts engine errors events handover models.shards outputs params replay setup simulation",
         "rich",
-        late={"a run is shown again, or simulated, without a model": "llm"},
+        late={"a run is shown again, or simulated, without a model": "llm setup"},
     ),
     # The content oracle, and work for it.
     "testing": Room(
@@ -119,24 +126,24 @@ HOUSE = {
     ),
     "course": Room(
         "contracts engine errors events llm minipaged models.config models.quantized.stored params quantizing "
-        "scheduling simulation stepper steps testing tiers",
+        "scheduling setup simulation stepper steps testing tiers",
         "hypothesis numpy pytest torch triton",
         late={
             "where student code runs, there is no more than it needs": "fast numpy",
             "not everything that student code runs in is a process": "course.sandbox.process",
-            "where there is no NumPy, no model is loaded": "llm",
+            "where there is no NumPy, no model is loaded": "llm setup",
             "one assignment needs torch": "course.assignments.triton_decode.worker torch",
             "one command needs pytest": "course.grader.student_tests",
             "what is private to it may be elsewhere": "hypothesis",
         },
     ),
     "serve": Room(
-        "async_llm engine errors events llm models outputs params replay tiers",
+        "api async_llm engine errors events models outputs params replay setup tiers",
         "fastapi msgspec prometheus_client pydantic starlette uvicorn",
     ),
     # Several engines behind one endpoint; `replicas.routing` needs no more than the ground, and no Ray.
     "replicas": Room(
-        "async_llm errors events handover llm models outputs params serve setup",
+        "async_llm errors events handover models outputs params serve setup",
         "prometheus_client psutil ray starlette",
     ),
     # The paper's figures, made again: the engine on simulated machines, and several of them behind a router.
@@ -145,7 +152,7 @@ HOUSE = {
         "stepper steps tiers",
         "matplotlib numpy rich",
         late={
-            "beams are listened to once, by whoever writes the file": "llm",
+            "beams are listened to once, by whoever writes the file": "llm setup",
             "Fig. 18a measures the fast tier's kernel too, where that is installed": "fast torch",
             "only what draws needs matplotlib": "paper",
         },
@@ -155,8 +162,8 @@ HOUSE = {
         "rich typer",
         late={
             "the command line answers at once, and a command loads what it needs": (
-                "cli.conversation course demo llm models paper quantizing recordings replay replicas serve stepper "
-                "tiers"
+                "cli.conversation course demo llm models paper quantizing recordings replay replicas serve setup "
+                "stepper tiers"
             ),
             "not on every system": "readline",
         },
@@ -239,6 +246,14 @@ def rooms_below(name: str) -> set[str]:
 
 def test_every_room_is_in_the_table() -> None:
     assert {room_of(module) for module in SOURCES} == HOUSE.keys()
+
+
+def test_the_design_shows_every_room_in_its_place() -> None:
+    page = (ROOT.parent / "docs" / "design.md").read_text()
+    shown = re.findall(r"^  (\S+)", page.partition("```\nminipaged/\n")[2].partition("```")[0], flags=re.MULTILINE)
+    assert all((ROOT / name).is_dir() == name.endswith("/") for name in shown)
+    names = [name.removesuffix("/").removesuffix(".py") for name in shown]
+    assert ["minipaged" if name == "__init__" else name for name in names] == list(HOUSE)
 
 
 @pytest.mark.parametrize("name", HOUSE)
@@ -425,6 +440,23 @@ def test_every_file_opens_with_a_docstring():
     assert not silent
 
 
+def docstrings(path: Path) -> Iterator[str]:
+    """Of modules, classes and functions, and those below fields and constants."""
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.value.value.strip()
+
+
+WITHOUT_A_SUBJECT = ("Of ", "That ", "As ", "The same", "So ", "Those ")
+
+
+def test_a_docstring_begins_with_its_subject() -> None:
+    """With the noun or the verb, and not with the rest of a sentence whose beginning is the name."""
+    found = {(name, text[:60]) for name, path in SOURCES.items() for text in docstrings(path)}
+    assert len(found) > 3000
+    assert not {(name, text) for name, text in found if text.startswith(WITHOUT_A_SUBJECT)}
+
+
 FIRST_READING = (
     *sorted(
         f"reference/{path.name}"
@@ -436,7 +468,12 @@ FIRST_READING = (
 
 
 def test_the_first_reading_is_short() -> None:
-    """What the README says to read first: under 2,000 lines, blank ones not counted."""
+    """What docs/reading.md says to read first: under 2,000 lines, blank ones not counted."""
+    page = (ROOT.parent / "docs" / "reading.md").read_text()
+    section = page.partition("## The first reading\n")[2].partition("\n## ")[0]
+    listed = re.findall(r"^\| (\d+) \|.*?\]\(\.\./minipaged/(\S+?)\)", section, flags=re.MULTILINE)
+    assert [int(number) for number, _ in listed] == list(range(1, len(listed) + 1))
+    assert {name for _, name in listed} | {"reference/__init__.py"} == set(FIRST_READING)
     lines = [line for name in FIRST_READING for line in (ROOT / name).read_text().splitlines() if line.strip()]
     assert len(lines) < 2000
 

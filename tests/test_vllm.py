@@ -22,8 +22,8 @@ from minipaged import (
     SamplingParams,
     TextPrompt,
     TokensPrompt,
-    vllm_arguments,
 )
+from minipaged.api import vllm_arguments
 from minipaged.api.vllm_arguments import (
     CHAT_ARGUMENTS,
     GENERATE_ARGUMENTS,
@@ -243,12 +243,12 @@ def test_a_prompt_with_more_than_text_is_refused_by_name(llm: LLM, name: str) ->
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ({}, 'has a "prompt", its text, or "prompt_token_ids"'),
-        ({"prompt": None}, 'has a "prompt", its text, or "prompt_token_ids"'),
-        ({"prompt": "a", "promt": "a"}, "and no 'promt'"),
-        ({"prompt": 3}, '"prompt" is a text'),
-        ({"prompt": [3, 4]}, '"prompt" is a text'),
-        ({"prompt_token_ids": "abc"}, '"prompt_token_ids" are a list of token ids'),
+        ({}, 'must have a "prompt", its text, or "prompt_token_ids"'),
+        ({"prompt": None}, 'must have a "prompt", its text, or "prompt_token_ids"'),
+        ({"prompt": "a", "promt": "a"}, "but no 'promt'"),
+        ({"prompt": 3}, '"prompt" must be a text'),
+        ({"prompt": [3, 4]}, '"prompt" must be a text'),
+        ({"prompt_token_ids": "abc"}, '"prompt_token_ids" a list of token ids'),
         ({"prompt_token_ids": 3}, "not int: 3"),
         ({"prompt_token_ids": {3: 4}}, "not dict"),
         ({"prompt_token_ids": [3, -1]}, "prompt token 1 is -1"),
@@ -290,7 +290,7 @@ def test_swap_space_is_num_swap_blocks_in_gib(loaded: LoadedModel) -> None:
     assert LLM(loaded, swap_space=0, **sizes).config.num_swap_blocks == 0
     with pytest.raises(InvalidRequest, match=r"swap_space is 1.0 GiB and num_swap_blocks is 4; give one of them"):
         LLM(loaded, swap_space=1, num_swap_blocks=4)
-    with pytest.raises(InvalidRequest, match="more than there are; lower num_blocks, or num_swap_blocks"):
+    with pytest.raises(InvalidRequest, match="more than the free memory; lower num_blocks, or num_swap_blocks"):
         LLM(loaded, swap_space=2**20, **sizes)
 
 
@@ -350,7 +350,7 @@ def test_a_prompt_may_be_written_in_every_way(llm: LLM) -> None:
 def test_one_priority_is_for_all(loaded: LoadedModel) -> None:
     llm = LLM(loaded, num_blocks=64, scheduling_policy="priority")
     assert len(llm.generate(["a", "b"], GREEDY, priority=3)) == 2
-    with pytest.raises(InvalidRequest, match="2 prompts need as many priorities; got 1"):
+    with pytest.raises(InvalidRequest, match="2 prompts need 2 priorities; got 1"):
         llm.generate(["a", "b"], GREEDY, priority=[3])
 
 

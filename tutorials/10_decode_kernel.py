@@ -495,11 +495,13 @@ assert written == [2, 1, 3]  # 37, 5 and 70 tokens, 32 a split
 
 # %%
 from minipaged.fast.gpu.attention import paged_decode
+from minipaged.fast.kernels import Paged
 
 blocks = torch.from_numpy(cache.device_blocks)
 keys, values = blocks[:, 0, 0].transpose(1, 2), blocks[:, 0, 1].transpose(1, 2)  # [blocks, kv_heads, block_size, dim]
 rows = torch.arange(3, dtype=torch.int32)  # which row of the tables is whose
-check("the real kernel", paged_decode(Q, keys, values, torch.from_numpy(tables), rows, LENS, SCALE))
+paged = Paged(keys, values, torch.from_numpy(tables), rows, LENS)
+check("the real kernel", paged_decode(Q, paged, SCALE))
 
 # %% [markdown]
 # What it has besides: heads of any size (80 is padded to 128), bfloat16 and float16, numbers of splits chosen on the

@@ -346,13 +346,13 @@ check("this page's kernel", out.numpy())
 
 # %%
 from minipaged.fast.gpu.attention import paged_prefill
+from minipaged.fast.kernels import Paged
 
 keys, values = blocks[:, 0, 0].transpose(1, 2), blocks[:, 0, 1].transpose(1, 2)  # [blocks, kv_heads, block_size, dim]
 where, starts, context_lens = integers
 rows = torch.arange(4, dtype=torch.int32)  # which row of the tables is whose
-real = paged_prefill(
-    torch.from_numpy(query), keys, values, where, rows, starts, context_lens, SCALE, max_query_len=int(QUERY_LENS.max())
-)
+paged = Paged(keys, values, where, rows, context_lens)
+real = paged_prefill(torch.from_numpy(query), paged, starts, SCALE, max_query_len=int(QUERY_LENS.max()))
 check("the real kernel", real.numpy())
 
 # %% [markdown]

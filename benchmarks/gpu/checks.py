@@ -29,6 +29,7 @@ from minipaged.fast import gpu, kernels_for
 from minipaged.fast.block_allocator import BlockAllocator
 from minipaged.fast.block_table import BlockTable
 from minipaged.fast.gpu import attention, block_table, kv_cache, llama, packed, sampling
+from minipaged.fast.kernels import Paged
 from minipaged.fast.kv_cache import KVCache
 from minipaged.fast.llama import Llama, Weights
 from minipaged.models.config import ModelConfig, weight_shapes
@@ -148,19 +149,13 @@ def attention_shapes(setting: Setting, dtype: torch.dtype) -> list[AttentionShap
     return shapes[: {torch.bfloat16: 6, torch.float16: 3, torch.float32: 2}[dtype]]
 
 
-@dataclass
-class Paged:
-    """Sequences in a paged cache, and beside it the keys and values that each should see."""
+def make_paged(
+    shape: AttentionShape, lengths: Sequence[int], dtype: torch.dtype, random: torch.Generator
+) -> tuple[Paged, list[Tensor]]:
+    """Sequences in one layer of a cache of two, and the keys and values of each [2, context, kv_heads, head_dim].
 
-    keys: Tensor  # [num_blocks, kv_heads, block_size, head_dim], a view of one layer of two
-    values: Tensor
-    tables: Tensor  # [num_rows, max_blocks]
-    rows: Tensor  # [seqs]
-    kv: list[Tensor]  # of each sequence [2, context, kv_heads, head_dim]
-
-
-def paged(shape: AttentionShape, lengths: Sequence[int], dtype: torch.dtype, random: torch.Generator) -> Paged:
-    """Blocks in random places of the cache, rows in random places of the tables."""
+    Blocks are in random places of the cache, rows in random places of the tables.
+    """
     size, device = shape.block_size, random.device
     counts = [-(-length // size) for length in lengths]
     num_blocks = sum(counts) + 3
@@ -178,7 +173,7 @@ def paged(shape: AttentionShape, lengths: Sequence[int], dtype: torch.dtype, ran
         tables[row, :count] = blocks.int()
         kv.append(sequence)
         used += count
-    return Paged(cache[:, 1, 0], cache[:, 1, 1], tables, rows, kv)
+    return Paged(cache[:, 1, 0], cache[:, 1, 1], tables, rows, int32(lengths, random)), kv
 
 
 def exact_attention(query: Tensor, kv: Tensor, scale: float) -> Tensor:
@@ -204,14 +199,12 @@ def lengths_to_check(setting: Setting, random: torch.Generator) -> list[int]:
 
 def check_decode(shape: AttentionShape, setting: Setting, dtype: torch.dtype, random: torch.Generator) -> Row:
     lengths = lengths_to_check(setting, random)
-    cache = paged(shape, lengths, dtype, random)
+    paged, each_kv = make_paged(shape, lengths, dtype, random)
     query = normal(len(lengths), shape.kv_heads * shape.group, shape.head_dim, dtype=dtype, random=random)
     scale = 1.3 * shape.head_dim**-0.5
     with poisoned():
-        out = attention.paged_decode(
-            query, cache.keys, cache.values, cache.tables, cache.rows, int32(lengths, random), scale
-        )
-    exact = [exact_attention(query[s : s + 1], kv, scale) for s, kv in enumerate(cache.kv)]
+        out = attention.paged_decode(query, paged, scale)
+    exact = [exact_attention(query[s : s + 1], kv, scale) for s, kv in enumerate(each_kv)]
     return compare(out, torch.cat(exact), MULTIPLIED[dtype])
 
 
@@ -219,10 +212,10 @@ def check_decode_in_a_graph(setting: Setting, dtype: torch.dtype, random: torch.
     """Captured with short contexts, run with long ones: how they are split is decided on the device."""
     shape = AttentionShape(3, 3, 64, 16)
     longest = [5000, 40, 700, 1]
-    cache = paged(shape, longest, dtype, random)
+    paged, each_kv = make_paged(shape, longest, dtype, random)
     query = normal(4, 9, 64, dtype=dtype, random=random)
     context_lens, scale = int32([1, 0, 2, 1], random), 0.125
-    arguments = (query, cache.keys, cache.values, cache.tables, cache.rows, context_lens, scale)
+    arguments = (query, paged._replace(context_lens=context_lens), scale)
     attention.paged_decode(*arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -231,7 +224,7 @@ def check_decode_in_a_graph(setting: Setting, dtype: torch.dtype, random: torch.
         context_lens.copy_(int32(lengths, random))
         out.fill_(torch.nan)
         graph.replay()
-        seen = [kv[:, :length] for kv, length in zip(cache.kv, lengths, strict=True)]
+        seen = [kv[:, :length] for kv, length in zip(each_kv, lengths, strict=True)]
         exact = [exact_attention(query[s : s + 1], kv, scale) for s, kv in enumerate(seen)]
         row = compare(out, torch.cat(exact), MULTIPLIED[dtype])
     return row
@@ -242,16 +235,13 @@ def check_prefill(shape: AttentionShape, setting: Setting, dtype: torch.dtype, r
     lengths = lengths_to_check(setting, random)[1:]
     queries = [(randint(1, n, random), n, 1, min(n, 3))[s % 4] for s, n in enumerate(lengths)]
     queries = [min(n, 500) for n in queries]
-    cache = paged(shape, lengths, dtype, random)
+    paged, each_kv = make_paged(shape, lengths, dtype, random)
     starts = [sum(queries[:s]) for s in range(len(queries) + 1)]
     query = normal(starts[-1], shape.kv_heads * shape.group, shape.head_dim, dtype=dtype, random=random)
     scale = 1.3 * shape.head_dim**-0.5
     with poisoned():
-        out = attention.paged_prefill(
-            query, cache.keys, cache.values, cache.tables, cache.rows, int32(starts, random), int32(lengths, random),
-            scale, max_query_len=max(queries),
-        )  # fmt: skip
-    exact = [exact_attention(q, kv, scale) for q, kv in zip(query.split(queries), cache.kv, strict=True)]
+        out = attention.paged_prefill(query, paged, int32(starts, random), scale, max_query_len=max(queries))
+    exact = [exact_attention(q, kv, scale) for q, kv in zip(query.split(queries), each_kv, strict=True)]
     return compare(out, torch.cat(exact), MULTIPLIED[dtype])
 
 

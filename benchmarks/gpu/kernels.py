@@ -25,6 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.gpu.harness import Job, Row, Setting, num_inputs, time_calls, wall_seconds, work
 from minipaged.fast import gpu
 from minipaged.fast.gpu import attention, block_table, kv_cache, llama, sampling
+from minipaged.fast.kernels import Paged
 from minipaged.fast.kv_cache import KVCache
 
 BLOCK_SIZE = 16
@@ -200,6 +201,10 @@ class Inputs:
     rows: Tensor  # [seqs]
     context_lens: Tensor  # [seqs]
 
+    @property
+    def paged(self) -> Paged:
+        return Paged(self.keys, self.values, self.tables, self.rows, self.context_lens)
+
     def contiguous(self) -> tuple[Tensor, Tensor, Tensor]:
         """query [seqs, heads, queries, head_dim], keys and values [seqs, kv_heads, context, head_dim]."""
         shape = self.shape
@@ -265,17 +270,19 @@ def time_mixed(setting: Setting) -> Row:
     starts = torch.arange(shape.seqs + 1, dtype=torch.int32, device=setting.device)
     starts[-1] = len(query)
     last_start = starts[alone:] - alone
-    cache, rows, lens = (given.keys, given.values, given.tables), given.rows, given.context_lens
+    paged = given.paged
+    first, rest = (
+        paged._replace(rows=paged.rows[part], context_lens=paged.context_lens[part])
+        for part in (slice(alone), slice(alone, None))
+    )
 
     def apart() -> Tensor:
-        decoded = attention.paged_decode(query[:alone], *cache, rows[:alone], lens[:alone], shape.scale)
-        rest = (rows[alone:], last_start, lens[alone:])
-        return torch.cat(
-            [decoded, attention.paged_prefill(query[alone:], *cache, *rest, shape.scale, max_query_len=chunk)]
-        )
+        decoded = attention.paged_decode(query[:alone], first, shape.scale)
+        prompt = attention.paged_prefill(query[alone:], rest, last_start, shape.scale, max_query_len=chunk)
+        return torch.cat([decoded, prompt])
 
     def together() -> Tensor:
-        return attention.paged_prefill(query, *cache, rows, starts, lens, shape.scale, max_query_len=chunk)
+        return attention.paged_prefill(query, paged, starts, shape.scale, max_query_len=chunk)
 
     check_same(apart(), together())
     seen = alone * shape.context + sum(range(shape.context - chunk + 1, shape.context + 1))
@@ -289,13 +296,11 @@ def time_mixed(setting: Setting) -> Row:
 
 def ours(given: Inputs) -> Callable[[], Tensor]:
     """The decode kernel for one query token a sequence, the prefill kernel for the whole prompts."""
-    shape, cache = given.shape, (given.keys, given.values, given.tables, given.rows)
+    shape = given.shape
     if len(given.query) == shape.seqs:
-        return lambda: attention.paged_decode(given.query, *cache, given.context_lens, shape.scale)
+        return lambda: attention.paged_decode(given.query, given.paged, shape.scale)
     starts = torch.arange(shape.seqs + 1, dtype=torch.int32, device=given.query.device) * shape.context
-    return lambda: attention.paged_prefill(
-        given.query, *cache, starts, given.context_lens, shape.scale, max_query_len=shape.context
-    )
+    return lambda: attention.paged_prefill(given.query, given.paged, starts, shape.scale, max_query_len=shape.context)
 
 
 def changed(changes: dict[str, int], given: Inputs) -> Callable[[], Tensor]:

@@ -6,6 +6,7 @@
 What stands between the two marks of the page is written anew; what is written by hand around them stays: why a target
 is missed, say. Several files are parts of one whole (checks here, measurements there) or repetitions: where two have
 the same row, the later file counts. Dry runs and quick ones are refused: the page shows nothing that was not measured.
+Without files a page that has measurements stays as it is, and the command fails.
 """
 
 from __future__ import annotations
@@ -94,9 +95,14 @@ def write(run: Run | None, docs: Path) -> None:
     page, picture = docs / "gpu.md", docs / "assets" / "roofline.svg"
     before = page.read_text() if page.exists() else AROUND
     head, begin, rest = before.partition(BEGIN)
-    _, end, tail = rest.partition(END)
+    written, end, tail = rest.partition(END)
     if not begin or not end:
         raise Refused(f"{page} has lost the marks between which it is written:\n{BEGIN}\n{END}")
+    if run is None and written.strip() and NOT_MEASURED not in written:
+        raise Refused(
+            f"{page} has measurements, and no runs are given to take their place; name the files of runs. To have a "
+            "page without measurements, remove what stands between its two marks first."
+        )
     drawn = None if run is None else roofline(run["rows"])
     if drawn is None:
         picture.unlink(missing_ok=True)

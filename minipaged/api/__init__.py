@@ -1,1 +1,1 @@
-"""What the front doors take: prompts, and vLLM's arguments with the reason why some mean nothing here."""
+"""The arguments of `LLM` and its like: prompts, and vLLM's arguments, with the reason why some are refused here."""

@@ -1,4 +1,4 @@
-"""What a prompt may be: a text, a list of token ids, or a dict of vLLM's with one of them."""
+"""The forms of a prompt: a text, a list of token ids, or one of vLLM's dicts with either."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as token ids. If its text is given too, the ids count, and the output repeats the text."""
+    """A prompt as token ids. If its text is given too, the model runs the ids, and the output repeats the text."""
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
@@ -27,9 +27,9 @@ Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt (a string, a dict, or a list of numbers) or several, as a list of prompts."""
+    """Turn one prompt (a string, a dict, or a list of numbers) or several into a list of prompts."""
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
-        return [prompts]  # what is no prompt is refused as one
+        return [prompts]  # `read_prompt` refuses it if it is no prompt
     items = list(prompts)
     if items and isinstance(items[0], Number):
         return [items]
@@ -37,19 +37,21 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def read_prompt(prompt: Prompt, encode: Callable[[str], Sequence[int]]) -> tuple[Sequence[int], str | None]:
-    """The token ids of a prompt, and its text where that was given. Raises InvalidRequest for what is no prompt."""
+    """The token ids of a prompt, and its text if that was given. Raises InvalidRequest for an invalid prompt."""
     text: Any = None
     ids: Any = prompt
     if isinstance(prompt, Mapping):
         own = ("prompt", "prompt_token_ids")
         if unknown := [key for key in prompt if key not in (*own, *PROMPT_KEYS)]:
-            raise InvalidRequest(f'a prompt has a "prompt" or "prompt_token_ids", and no {unknown[0]!r}')
+            raise InvalidRequest(f'a prompt has a "prompt" or "prompt_token_ids", but no {unknown[0]!r}')
         given = take_own("a prompt", prompt, PROMPT_KEYS, own)
         text, ids = given.get("prompt"), given.get("prompt_token_ids")
         if text is None and ids is None:
-            raise InvalidRequest('a prompt that is a dict has a "prompt", its text, or "prompt_token_ids"')
+            raise InvalidRequest('a prompt that is a dict must have a "prompt", its text, or "prompt_token_ids"')
         if isinstance(ids, str) or not isinstance(text, str | None):
-            raise InvalidRequest(f'"prompt" is a text and "prompt_token_ids" are a list of token ids; got {prompt!r}')
+            raise InvalidRequest(
+                f'"prompt" must be a text and "prompt_token_ids" a list of token ids; the prompt is {prompt!r}'
+            )
     elif isinstance(prompt, str):
         text, ids = prompt, None
     if ids is None and text is not None:

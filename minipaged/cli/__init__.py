@@ -1,8 +1,8 @@
 """The command line: `minipaged demo | generate | serve | quantize | page | chat | model | grade | …`, a file a command.
 
-Each command fills in the same objects that the API takes (LLM, SamplingParams, BeamSearchParams), has their fields for
-options (`options.py`), and leaves checking to them: an error is one line on stderr and exit status 1 (2 for a wrong
-usage). Heavy imports wait until they are needed.
+Each command fills in the objects of the API (LLM, SamplingParams, BeamSearchParams). Their fields become its options
+(`options.py`), and they check the values. An error is one line on stderr and exit status 1 (2 for wrong usage). Heavy
+imports wait until they are needed.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ COMMANDS = (
     "model",
     "paper",
 )
-"""The files of the commands, in the order in which `--help` lists them: each registers its own."""
+"""The files of the commands, in the order of `--help`. Importing a file registers its commands."""
 
 for _file in COMMANDS:
     import_module(f"minipaged.cli.{_file}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; exits the process."""
+    """Run the command line, and exit the process."""
     try:
         app(args=None if arguments is None else list(arguments))
     except MinipagedError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
-    except BrokenPipeError:  # whoever read our output has gone, as `head` does
+    except BrokenPipeError:  # the reader of our output is gone, as after `| head`
         sys.stderr.close()
         sys.exit(1)
     except Exception as error:

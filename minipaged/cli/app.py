@@ -1,4 +1,4 @@
-"""The command line's commands register here. Several of them use what is below."""
+"""The Typer apps that the commands register with, and helpers that several commands use."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-model_app = typer.Typer(help="The models that minipaged knows by name.", no_args_is_help=True)
+model_app = typer.Typer(help="List and fetch the models that minipaged knows by name.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
-course_app = typer.Typer(help="The assignments: their files, and graders.", no_args_is_help=True)
+course_app = typer.Typer(help="List and start assignments, and package their graders.", no_args_is_help=True)
 app.add_typer(course_app, name="course")
-paper_app = typer.Typer(help="The figures of the PagedAttention paper, made again.", no_args_is_help=True)
+paper_app = typer.Typer(help="Reproduce the figures of the PagedAttention paper.", no_args_is_help=True)
 app.add_typer(paper_app, name="paper")
 
 ModelOption = Annotated[str, typer.Option(help="A known name, a folder, a .gguf file, or a hub id.")]
 
 
 def refuse_given(context: typer.Context, names: Iterable[str], why: str) -> None:
-    """Raise InvalidRequest if one of these options was given: an option that does nothing misleads."""
+    """Raise InvalidRequest if one of these options was given. An option without effect would mislead."""
     given = {parameter.name: parameter for parameter in context.command.params if parameter.name in names}
     for name in names:
         if is_given(context, name):
@@ -41,7 +41,7 @@ def is_given(context: typer.Context, name: str) -> bool:
 
 
 def check_tokenizer(model: str) -> None:
-    """Raise ModelError for a folder without a tokenizer, which texts need, before the weights in it are loaded."""
+    """Raise ModelError if the model's folder has no tokenizer, before its weights are loaded. Texts need one."""
     from minipaged.models import hub
 
     if Path(model).expanduser().is_dir() and not ((folder := hub.resolve(model)) / "tokenizer.json").is_file():
@@ -49,11 +49,11 @@ def check_tokenizer(model: str) -> None:
 
 
 def decoder_of(model: str) -> Callable[[Sequence[int]], str]:
-    """What turns the token ids of this model into text: its tokenizer alone, without the weights."""
+    """Return a function that turns token ids of this model into text. It loads the tokenizer, not the weights."""
     from minipaged.models import hub
     from minipaged.models.tokenizer import Tokenizer
 
     folder = hub.resolve(model)
     if not (folder / "tokenizer.json").is_file():
-        raise InvalidRequest(f"--model: {folder} holds no tokenizer.json, which the words of a run need")
+        raise InvalidRequest(f"--model: {folder} holds no tokenizer.json, which is needed to show tokens as text")
     return Tokenizer(folder).decode

@@ -22,15 +22,15 @@ CHAT_OPTIONS = (
 @takes(SamplingParams, Settings, only=CHAT_OPTIONS, temperature=0.2, top_p=0.9, max_tokens=512, seed=0)
 def chat(
     model: ModelOption = "smollm2-135m-instruct",
-    system: Annotated[str | None, typer.Option(help="What the model is told before the first question.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system prompt, which comes before the first question.")] = None,
     **given: Any,
 ) -> None:
-    """Talk to a chat model, a line a question; below each answer the KV blocks, and what was found in the cache."""
+    """Chat with a model, one question per line. Shows KV block use and prefix-cache hits below each answer."""
     params = SamplingParams(**given_for(SamplingParams, given))
     from minipaged.cli.conversation import run_chat
     from minipaged.llm import LLM
 
     check_tokenizer(model)
-    # One sequence, so that the pool is no larger than the longest conversation.
+    # One sequence at a time, so the pool is no larger than the longest conversation.
     llm = LLM(model, num_swap_blocks=0, max_num_seqs=1, **given_for(Settings, given))
     raise typer.Exit(run_chat(llm, params, system))

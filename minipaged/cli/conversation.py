@@ -1,16 +1,16 @@
-"""`minipaged chat`: a conversation in the terminal, and under each answer what it took of the KV memory.
+"""`minipaged chat`: a conversation in the terminal, with the KV memory in use shown below each answer.
 
-A chat model has no memory of its own: every turn sends the whole conversation again. That is what prefix caching is
-good for. The blocks that the first turn filled stay in the cache when its request ends, and the second turn, which
-begins with the same tokens, finds them there and computes only what is new. So a block is in one of four states:
+A chat model has no memory of its own: every turn sends the whole conversation again. Prefix caching makes that cheap.
+The blocks that the first turn filled stay in the cache when its request ends. The second turn begins with the same
+tokens, finds their blocks there, and computes only the new ones. A block is in one of four states:
 
-    shared   the answer's block table holds it, and the prefix cache too: full, and findable by the next turn
+    shared   the answer's block table and the prefix cache both hold it: it is full, and the next turn can find it
     used     only the table holds it: the last block, which is being filled
-    cached   only the cache holds it: from earlier turns; given back when room is needed
-    free
+    cached   only the cache holds it: it is from an earlier turn, and is given back when room is needed
+    free     nothing holds it
 
-The parts: `Conversation` keeps the messages and steps the engine, `BlockUse` follows the engine's events and has those
-four counts, and a view (`TerminalView`, or `PlainView` where the output is no terminal) writes words and counts down.
+`Conversation` keeps the messages and steps the engine. `BlockUse` follows the engine's events and counts the blocks in
+each state. A view prints the text and the counts: `TerminalView`, or `PlainView` if the output is not a terminal.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from minipaged.replay.state import State
 
 COMMANDS = "/reset forgets the conversation, /quit ends the chat"
 LEAST_ANSWER = 0.25
-"""Of `max_model_len`, what is kept free for an answer at most; where `max_tokens` is less, that."""
+"""The room kept free for an answer, as a fraction of `max_model_len`; `max_tokens` if that is less."""
 
-# --- What is shown --------------------------------------------------------------------------------
+# --- Display --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
-    """How many blocks are in each state."""
+    """The number of blocks in each state."""
 
     shared: int
     used: int
@@ -50,7 +50,7 @@ class BlockCounts:
     total: int
 
     def bar(self, cells: int, marks: str) -> str:
-        """The pool, drawn with one mark for each state and one for free; what is there at all has a cell at least."""
+        """Draw the pool as a bar, with a mark per state and the last mark for free. A nonzero count gets a cell."""
         counts = (self.shared, self.used, self.cached)
         drawn = [mark * max(1, round(n * cells / self.total)) for n, mark in zip(counts, marks, strict=False) if n]
         return "".join(drawn)[:cells].ljust(cells, marks[-1])
@@ -60,12 +60,12 @@ class BlockCounts:
 
 
 class BlockUse:
-    """Who holds which block, at any time in the life of an engine. A listener, from before its first request on."""
+    """A listener that counts an engine's blocks by state. Attach it before the engine's first request."""
 
     def __init__(self) -> None:
         self._state = State()
         self.at_end = self.counts()
-        """When the latest request had all its blocks still."""
+        """The counts just before the latest request gave back its blocks."""
 
     def counts(self) -> BlockCounts:
         state = self._state
@@ -79,22 +79,22 @@ class BlockUse:
 
     @property
     def num_found(self) -> int:
-        """Tokens that the prefix cache had, for all requests so far."""
+        """The number of tokens found in the prefix cache, over all requests so far."""
         return self._state.counts["tokens found in cache"]
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far an answer is, or what became of it."""
+    """The state of an answer, while it grows and when it has ended."""
 
     blocks: BlockCounts
     num_prompt_tokens: int
     num_cached_tokens: int
-    """Prompt tokens whose K/V the prefix cache had."""
+    """The number of prompt tokens whose keys and values were found in the prefix cache."""
     num_tokens: int
     seconds: float
     ending: str = ""
-    """Why it ended, where that has to be said."""
+    """Why the answer ended, if the user should know; else empty."""
 
     def __str__(self) -> str:
         speed = f"{self.num_tokens / self.seconds:.0f} tokens/s" if self.num_tokens and self.seconds else "..."
@@ -102,7 +102,7 @@ class Progress:
 
 
 class AnswerView(Protocol):
-    """Where the words of an answer go."""
+    """Prints an answer and its progress."""
 
     def write(self, piece: str, progress: Progress) -> None: ...
     def finish(self, progress: Progress) -> None: ...
@@ -110,7 +110,7 @@ class AnswerView(Protocol):
 
 
 class PlainView:
-    """Answers on stdout, and all else on stderr: for files, pipes and terminals that can only add lines."""
+    """Prints answers to stdout and all else to stderr. For files, pipes and terminals that can only append lines."""
 
     def write(self, piece: str, progress: Progress) -> None:
         print(piece, end="", flush=True)
@@ -126,12 +126,12 @@ class PlainView:
 
 
 class TerminalView:
-    """The answer row by row, and below it, while it grows, the memory map folded to one line."""
+    """Prints an answer row by row. While it grows, a one-line memory map is shown below it."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self.marks = "▓█░·" if console.encoding.startswith("utf") else "%#:."
-        self._row = ""  # the words after the last row that was written for good
+        self._row = ""  # the last row, which may still grow
         self._live: Live | None = None
 
     def write(self, piece: str, progress: Progress) -> None:
@@ -141,7 +141,7 @@ class TerminalView:
         rows = list(self._whole_rows(piece))
         self._live.update(Group(Text(self._row), self._map(progress)), refresh=not rows)
         for row in rows:
-            self._console.print(row)  # above what is live, which is drawn anew
+            self._console.print(row)  # above the live part, which is then drawn again
 
     def finish(self, progress: Progress) -> None:
         self.close()
@@ -150,7 +150,7 @@ class TerminalView:
             self.note(progress.ending)
 
     def close(self) -> None:
-        """Leave the terminal as any program does, with the words so far."""
+        """Stop the live display, and leave the text so far on the terminal."""
         if self._live:
             self._live.stop()
             self._live = None
@@ -161,10 +161,10 @@ class TerminalView:
         self._console.print(Text(sentence, style="dim"))
 
     def _whole_rows(self, piece: str) -> Iterator[Text]:
-        """Take more of the answer; what it completes, in rows as wide as the terminal. The last one stays."""
+        """Add text to the answer and yield the rows that it completes, as wide as the terminal. Keep the last row."""
         for char in piece:
             if not char.isprintable() and char != "\n":
-                char = " "  # nothing that steers a terminal
+                char = " "  # no control characters for the terminal
             if char != "\n" and cell_len(self._row + char) <= self._console.width:
                 self._row += char
                 continue
@@ -184,7 +184,7 @@ class TerminalView:
 
 
 class Conversation:
-    """The messages so far, and the engine that answers them. It has the engine to itself."""
+    """The messages so far, and the engine that answers them. Nothing else may use this engine."""
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None) -> None:
         self._llm = llm
@@ -196,18 +196,19 @@ class Conversation:
 
     @property
     def num_turns(self) -> int:
-        """Questions and answers that the next one is sent with."""
+        """The number of earlier questions with their answers, which the next question is sent with."""
         return len(self._turns)
 
     def reset(self) -> None:
-        """Forget everything but the system prompt."""
+        """Forget all messages but the system prompt."""
         self._turns.clear()
 
     def ask(self, question: str, view: AnswerView) -> RequestOutput | None:
-        """Answer, word by word; None if Ctrl-C came before the first one, and then the question is forgotten.
+        """Answer a question, and show the text as it is generated.
 
-        Ctrl-C ends the answer, gives its blocks back, and what there is of it counts as the answer. Raises
-        InvalidRequest for a question that cannot be asked; the conversation is then as it was before.
+        Ctrl-C ends the answer and gives its blocks back; the text so far is kept as the answer. If there is no text
+        yet, the question is forgotten and the result is None. Raises InvalidRequest for a question that is too long;
+        the conversation is then unchanged.
         """
         asked = {"role": "user", "content": question}
         with interrupt_between_steps("") as interrupted:
@@ -227,7 +228,7 @@ class Conversation:
         return output
 
     def _fit(self, asked: dict[str, str]) -> tuple[list[int], int]:
-        """The tokens to send, with room for an answer, and how many of the oldest turns had to be left out for it."""
+        """Return the tokens to send, and the number of oldest turns left out so that an answer fits."""
         limit = self._llm.config.max_model_len
         room = max(1, min(self._params.max_tokens or limit, int(limit * LEAST_ANSWER)))
         for num_dropped in range(len(self._turns) + 1):
@@ -242,7 +243,7 @@ class Conversation:
         )
 
     def _serve(self, prompt: list[int], view: AnswerView, interrupted: Callable[[], bool]) -> RequestOutput:
-        """One request, from its first step to its end or to Ctrl-C; whatever happens, it leaves no block behind."""
+        """Run one request until it ends or Ctrl-C stops it. It always gives back all its blocks, also on an error."""
         engine = self._llm.engine
         found_before, num_tokens = self._use.num_found, 0
         started = time.perf_counter()
@@ -267,11 +268,11 @@ class Conversation:
         try:
             while output is None and not interrupted():
                 show(engine.step())
-        except KeyboardInterrupt:  # the second Ctrl-C, within a step
+        except KeyboardInterrupt:  # a second Ctrl-C, during a step
             pass
         finally:
             engine.abort(request_id)
-        show(engine.take_updates())  # the end of an answer that was stopped
+        show(engine.take_updates())  # the last update of an answer that was stopped
         assert output is not None
         completion = output.outputs[0]
         ending = {"length": "cut off: no more tokens", "abort": "stopped; all its blocks are given back"}
@@ -285,9 +286,10 @@ class Conversation:
 
 
 def run_chat(llm: LLM, params: SamplingParams, system: str | None = None) -> int:
-    """Read questions from stdin, a line each, and answer them until /quit or the end; returns the exit status.
+    """Read questions from stdin, one per line, and answer them until /quit or the end of input.
 
-    That is 1 if questions came from a file or a pipe and one of them was refused, and 130 if Ctrl-C came in between.
+    Returns the exit status. If the questions come from a file or a pipe, it is 1 if one of them was refused, and 130 if
+    Ctrl-C came between two answers. Otherwise it is 0.
     """
     if sys.stdin is None or sys.stdout is None:
         raise InvalidRequest("a chat reads from stdin and writes to stdout; one of them is closed")
@@ -295,7 +297,7 @@ def run_chat(llm: LLM, params: SamplingParams, system: str | None = None) -> int
     conversation = Conversation(llm, params, system)
     llm.encode_chat(
         [{"role": "user", "content": "hello"}]
-    )  # a model that cannot chat says so now, not after a question
+    )  # raises now, not after a question, if the model cannot chat
     view = _choose_view()
     if asking:
         name, limit = llm.folder.name, llm.config.max_model_len
@@ -324,7 +326,7 @@ def run_chat(llm: LLM, params: SamplingParams, system: str | None = None) -> int
         except InvalidRequest as error:
             refused = True
             print(f"error: {error}", file=sys.stderr, flush=True)
-        except KeyboardInterrupt:  # while nothing was being answered
+        except KeyboardInterrupt:  # between two answers
             if not asking:
                 return 130
             print(file=sys.stderr)
@@ -340,10 +342,10 @@ def _choose_view() -> PlainView | TerminalView:
 
 
 def _read_line(asking: bool) -> str | None:
-    """The next question; None at the end. Raises InvalidRequest for bytes that are no text."""
+    """Read the next question; None at the end of input. Raises InvalidRequest for bytes that are not text."""
     prompt = ""
     if asking:
-        import readline  # noqa: F401  # now `input` has a history and can be edited
+        import readline  # noqa: F401  # gives `input` a history and line editing
 
         if sys.stdout.isatty():
             prompt = "> "

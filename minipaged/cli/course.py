@@ -22,24 +22,28 @@ OutputOption = Annotated[
 
 @app.command("grade", cls=Command)
 def grade_command(
-    assignment: Annotated[str, typer.Argument(help="As in: block-allocator.", show_default=False)],
+    assignment: Annotated[str, typer.Argument(help="The assignment, e.g. block-allocator.", show_default=False)],
     submission: Annotated[str, typer.Argument(metavar="FILE.py[:Class]", show_default=False)],
     seed: Annotated[int, typer.Option(help="The same seed gives the same score and counterexamples.")] = 0,
     form: FormatOption = "terminal",
     output: OutputOption = None,
-    counterexamples: Annotated[
-        Path | None, typer.Option(help="Keep the failures' scripts and traces in this folder.")
-    ] = Path("counterexamples"),
+    counterexamples: Annotated[Path | None, typer.Option(help="The folder for scripts and traces of failures.")] = Path(
+        "counterexamples"
+    ),
     model: Annotated[str, typer.Option(help="The real model to grade on.")] = "smollm2-135m-instruct",
     no_model: Annotated[bool, typer.Option("--no-model", help="Leave out the tests on the real model.")] = False,
     carried: Annotated[
         list[str] | None,
-        typer.Option("--with", metavar="ASSIGNMENT=FILE.py", help="Use your own part of an earlier assignment."),
+        typer.Option("--with", metavar="ASSIGNMENT=FILE.py", help="Use your own solution of an earlier assignment."),
     ] = None,
-    call_seconds: Annotated[float | None, typer.Option(help="Time limit of one call, else the assignment's.")] = None,
-    test_seconds: Annotated[float | None, typer.Option(help="Time limit of one test, else the assignment's.")] = None,
+    call_seconds: Annotated[
+        float | None, typer.Option(help="Time limit of one call, in seconds; by default the assignment's.")
+    ] = None,
+    test_seconds: Annotated[
+        float | None, typer.Option(help="Time limit of one test, in seconds; by default the assignment's.")
+    ] = None,
 ) -> None:
-    """Grade your own part: exit status 0 for full marks, 1 for less, 2 when it cannot be graded."""
+    """Grade your solution. Exit status: 0 for full marks, 1 for less, 2 if it cannot be graded."""
     from minipaged.course.grader.assignment import CannotBeGraded
     from minipaged.course.grader.commands import Report, run_grade
 
@@ -63,12 +67,12 @@ def grade_command(
 
 @app.command("grade-tests", cls=Command)
 def grade_tests_command(
-    assignment: Annotated[str, typer.Argument(help="As in: block-allocator.", show_default=False)],
+    assignment: Annotated[str, typer.Argument(help="The assignment, e.g. block-allocator.", show_default=False)],
     tests: Annotated[str, typer.Argument(metavar="TEST_FILE.py", show_default=False)],
     form: FormatOption = "terminal",
     output: OutputOption = None,
 ) -> None:
-    """Grade your own tests: they pass on a right part, and find the bug in each of many wrong ones."""
+    """Grade your tests: they must pass on a correct solution, and fail on each of many faulty ones."""
     from minipaged.course.grader.assignment import CannotBeGraded
     from minipaged.course.grader.commands import Report, run_grade_tests
 
@@ -81,7 +85,7 @@ def grade_tests_command(
 
 @course_app.command("list", cls=Command)
 def course_list() -> None:
-    """The assignments, in order."""
+    """List the assignments, in order."""
     from minipaged.course.grader.assignment import ASSIGNMENTS, CannotBeGraded
     from minipaged.course.grader.handouts import title_of
 
@@ -95,8 +99,10 @@ def course_list() -> None:
 
 @course_app.command("start", cls=Command)
 def course_start(
-    assignment: Annotated[str, typer.Argument(help="As in: block-allocator.", show_default=False)],
-    folder: Annotated[Path | None, typer.Argument(help="Where to write them, else a folder of its name.")] = None,
+    assignment: Annotated[str, typer.Argument(help="The assignment, e.g. block-allocator.", show_default=False)],
+    folder: Annotated[
+        Path | None, typer.Argument(help="The folder to write; by default one named after the assignment.")
+    ] = None,
 ) -> None:
     """Write an assignment's handout, starter, and first test."""
     from minipaged.course.grader.assignment import CannotBeGraded
@@ -112,12 +118,12 @@ def course_start(
 
 @course_app.command("autograder", cls=Command)
 def course_autograder(
-    assignment: Annotated[str, typer.Argument(help="As in: block-allocator.", show_default=False)],
+    assignment: Annotated[str, typer.Argument(help="The assignment, e.g. block-allocator.", show_default=False)],
     output: Annotated[Path, typer.Option("--output", "-o", help="The zip to write.")] = Path("autograder.zip"),
-    seed: Annotated[int, typer.Option(help="The seed that all submissions are graded with.")] = 0,
+    seed: Annotated[int, typer.Option(help="The seed for grading all submissions.")] = 0,
     no_model: Annotated[bool, typer.Option("--no-model", help="Leave out the tests on the real model.")] = False,
 ) -> None:
-    """Write a zip that Gradescope takes as an autograder."""
+    """Write an autograder for Gradescope, as a zip."""
     from minipaged.course.grader.assignment import CannotBeGraded
     from minipaged.course.grader.autograder import write_autograder
 

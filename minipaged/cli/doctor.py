@@ -1,4 +1,4 @@
-"""`minipaged doctor`: what there is here to compute with."""
+"""`minipaged doctor`: reports what this machine can compute with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from minipaged.cli.options import Command
 
 @app.command(cls=Command)
 def doctor() -> None:
-    """What there is here to compute with, what would be chosen, and why."""
+    """Show which tiers and devices this machine has, which ones would be chosen, and why."""
     from minipaged.tiers.doctor import report
 
     for name, text in report():

@@ -1,4 +1,4 @@
-"""`minipaged generate`: prompts are continued."""
+"""`minipaged generate`: continues prompts."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def generate(
     context: typer.Context,
     prompts: Annotated[list[str], typer.Argument(help="One or more prompts.", show_default=False)],
     model: ModelOption = "smollm2-135m-instruct",
-    chat: Annotated[bool, typer.Option("--chat", help="Take each prompt as a user's message to a chat model.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Send each prompt as a user's message to a chat model.")] = False,
     priority: Annotated[
         list[int] | None,
-        typer.Option(help="With --scheduling-policy: the smaller, the earlier (one for each prompt: may be repeated)."),
+        typer.Option(help="Priority of a prompt, for --scheduling-policy; smaller is earlier. Repeat it per prompt."),
     ] = None,
-    events: Annotated[Path | None, typer.Option(help="Write what happened to this file, as JSON Lines.")] = None,
+    events: Annotated[Path | None, typer.Option(help="Write the engine's events to this file, as JSON Lines.")] = None,
     record_steps: Annotated[
-        Path | None, typer.Option(help="Write each step and the tokens chosen to this file, for replay-steps.")
+        Path | None, typer.Option(help="Write each step and its chosen tokens to this file, for replay-steps.")
     ] = None,
-    stats: Annotated[bool, typer.Option("--stats", help="Print the engine's counts to stderr at the end.")] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Print the engine's statistics to stderr at the end.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the outputs as JSON.")] = False,
     **given: Any,
 ) -> None:
-    """Continue each prompt and print the text; a single sample is printed as it is generated."""
+    """Continue each prompt and print the text. A single sample is printed as it is generated."""
     params: SamplingParams | BeamSearchParams
     if given["beam_width"]:
         refuse_given(context, SAMPLING_OPTIONS, "has no meaning with --beam-width, which does not sample")
@@ -113,7 +113,7 @@ def _run(
 
 
 def _stream(llm: LLM, prompt: str, params: SamplingParams | BeamSearchParams, *, chat: bool) -> list[RequestOutput]:
-    """Print the text of the only sequence as it grows."""
+    """Generate for one prompt, and print the text of its only sequence as it grows."""
     tokens = llm.encode_chat([{"role": "user", "content": prompt}]) if chat else prompt
     outputs: list[RequestOutput] = []
     for update in llm.stream(tokens, params):
@@ -136,7 +136,7 @@ def _print_outputs(outputs: list[RequestOutput]) -> None:
 
 @contextmanager
 def _recording(llm: LLM, model: str, path: Path) -> Iterator[None]:
-    """Record all steps of the LLM, from its first one on; complete however it ends."""
+    """Record all steps of the LLM from its first one on. The file is complete even if the run fails."""
     from minipaged.recordings.step_files import Header, StepRecorder
 
     with _open_for_writing(path, "wb") as file:

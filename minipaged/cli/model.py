@@ -1,4 +1,4 @@
-"""`minipaged model`: the models that are known by name."""
+"""`minipaged model`: lists, downloads and locates the models that are known by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from minipaged.cli.options import Command
 
 @model_app.command("list", cls=Command)
 def model_list() -> None:
-    """The known models, and whether each has been fetched."""
+    """List the known models, and the folder of each that has been fetched."""
     from minipaged.models import hub
 
     for name in hub.known_models():
@@ -24,9 +24,9 @@ def model_list() -> None:
 @model_app.command("fetch", cls=Command)
 def model_fetch(
     name: Annotated[str, typer.Argument(help="A known model.")] = "smollm2-135m-instruct",
-    again: Annotated[bool, typer.Option("--again", help="Throw away what is there and fetch it anew.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Delete the fetched files and fetch them again.")] = False,
 ) -> None:
-    """Download a known model once, checked, into the cache; prints its folder."""
+    """Download a known model into the cache, verify it, and print its folder. Does nothing if it is there already."""
     from minipaged.models import hub
 
     print(hub.fetch(name, again=again))

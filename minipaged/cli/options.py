@@ -1,7 +1,7 @@
 """Settings and parameters as options of the command line: a command that `takes` them has an option for each field.
 
-What an option means, which values it takes and what it is when it is not given stands with the field (`params.py`,
-`settings.py`); its help is the text below the field. Here is only what a command line writes in another way.
+The field (in `params.py` or `settings.py`) defines an option's type, bounds and default, and the docstring below the
+field is its help. This file holds only how the command line writes a field, where that differs from Python.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ PANELS = {
 
 @dataclass(frozen=True)
 class OptionSpelling:
-    """How a field is written on the command line, where that differs from Python."""
+    """The option of one field, where it differs from the field."""
 
     as_option: str | None = None
-    """Its name, if it is not the field's; a switch that can only be turned on has one name, another two."""
+    """The option's name, if it differs from the field's. For a switch that can also be turned off: "--on/--off"."""
     kind: Any = None
-    """Its type, if typer does not know the field's."""
+    """The option's type, if typer does not support the field's type."""
     read: Callable[[Any], Any] | None = None
-    """From what was written to what the field takes."""
+    """A function that converts the option's value to the field's."""
     metavar: str | None = None
     note: str = ""
-    """What its help says beside."""
+    """A sentence that follows the field's docstring in the help."""
 
 
 def _read_early_stopping(value: str) -> Any:
-    """true, false or never, as BeamSearchParams has it (which refuses anything else)."""
+    """Convert "true" and "false" to bools, and keep any other text, which BeamSearchParams checks."""
     return {"true": True, "false": False}.get(value.lower(), value)
 
 
 def _read_logit_bias(text: str | None) -> Any:
-    """A JSON object: its keys are strings, and the tokens are numbers."""
+    """Parse a JSON object, and convert its keys, which are strings in JSON, to token ids."""
     try:
         return {int(token): bias for token, bias in json.loads(text).items()} if text else ()
     except (ValueError, AttributeError):
@@ -107,14 +107,15 @@ WRITTEN = {
         kind=str | None,
         metavar="FOLDER",
         read=FROM_TEXT["kv_connector"],
-        note="Here: the folder of a SharedStorageConnector, on Linux best one in /dev/shm.",
+        note="The option takes the folder of a SharedStorageConnector; on Linux /dev/shm is the best place for it.",
     ),
 }
 
 
 def takes(*kinds: type, only: Collection[str] = (), **defaults: Any) -> Callable[[Function], Function]:
-    """Give a command an option for each field of these (or for `only` some), in place of its last parameter,
-    `**given`. `defaults`: what this command has for other ones. Of fields with the same name the first counts."""
+    """Return a decorator that gives a command an option for each field of these dataclasses (or only the fields in
+    `only`), in place of its last parameter, `**given`. `defaults` replaces the fields' defaults. If several fields have
+    the same name, the first one counts."""
     options: dict[str, inspect.Parameter] = {}
     for kind in kinds:
         for name in names_of(kind):
@@ -125,13 +126,14 @@ def takes(*kinds: type, only: Collection[str] = (), **defaults: Any) -> Callable
 
 
 def given_for(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What was given for the fields of `kind`, as they take it. Raises InvalidRequest for a class that is not there."""
+    """Return the given values of the fields of `kind`, converted to the fields' types. Raises InvalidRequest for a
+    value that cannot be converted, such as a class that its file does not have."""
     read = {name: WRITTEN[name].read if name in WRITTEN else None for name in names_of(kind) if name in given}
     return {name: how(given[name]) if how else given[name] for name, how in read.items()}
 
 
 def names_of(kind: Any) -> list[str]:
-    """The fields of a dataclass."""
+    """Return the names of a dataclass's fields."""
     return [each.name for each in fields(kind)]
 
 
@@ -147,7 +149,7 @@ def _option(kind: Any, name: str, defaults: Mapping[str, Any]) -> inspect.Parame
 
 
 def help_of(kind: type) -> dict[str, str]:
-    """The text below each field, its own or inherited."""
+    """Return the docstring of each field, own or inherited."""
     texts: dict[str, str] = {}
     for base in reversed(kind.__mro__[:-1]):
         [source] = [node for node in _source_of(base.__module__) if node.name == base.__name__]
@@ -164,13 +166,13 @@ def _source_of(module: str) -> list[ast.ClassDef]:
 
 
 class Command(TyperCommand):
-    """Writes its help as plain lists: in a narrow terminal, typer's tables cut the names of options."""
+    """A command whose help is plain lists, because typer's tables cut option names in a narrow terminal."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super(TyperCommand, self).format_help(ctx, formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """A list for each panel."""
+        """Write one list for each panel."""
         panels: dict[str, list[tuple[str, str]]] = {}
         for each in self.get_params(ctx):
             if record := each.get_help_record(ctx):

@@ -1,4 +1,4 @@
-"""`minipaged page`: a run to step through, as a page."""
+"""`minipaged page`: makes a web page that steps through a run."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from minipaged.errors import InvalidRequest
 
 @app.command(cls=Command)
 def page(
-    events: Annotated[Path, typer.Argument(help="What `minipaged generate --events` wrote.", show_default=False)],
+    events: Annotated[
+        Path, typer.Argument(help="The file that `minipaged generate --events` wrote.", show_default=False)
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.", show_default=False)],
-    title: Annotated[str, typer.Option(help="What the page is called; else the name of the file of events.")] = "",
+    title: Annotated[str, typer.Option(help="The page's title; by default the name of the events file.")] = "",
     model: Annotated[
-        str | None, typer.Option(help="Show the words of this model's tokens; else their numbers are shown.")
+        str | None, typer.Option(help="Show tokens as text of this model; by default as token ids.")
     ] = None,
 ) -> None:
-    """Make a page that steps through a run, to be opened in a browser or sent to somebody. It needs nothing else."""
+    """Make an HTML page that steps through a run. It is one file that needs no server or network."""
     from minipaged.replay.recorded import read_run
     from minipaged.stepper.page import as_data, failure_of, page, words_of
 

@@ -1,4 +1,4 @@
-"""`minipaged paper`: the figures of the PagedAttention paper, made again."""
+"""`minipaged paper`: reproduces the figures of the PagedAttention paper."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from minipaged.errors import InvalidRequest
 
 @paper_app.command("list", cls=Command)
 def paper_list(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where results are kept.")] = Path("paper-results"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder of results.")] = Path("paper-results"),
 ) -> None:
-    """What there is to run, and what has been."""
+    """List the figures, and which of them have been run."""
     from minipaged.paper.commands import list_figures
 
     list_figures(output)
@@ -28,14 +28,18 @@ def paper_list(
 
 @paper_app.command("run", cls=Command)
 def paper_run(
-    figures: Annotated[list[str], typer.Argument(metavar="FIG...", help="As in: 12a 13; or all.", show_default=False)],
-    quick: Annotated[bool, typer.Option("--quick", help="Short traces: seconds, and knees come out too high.")] = False,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same numbers.")] = 0,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; else one for each core.")] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where results are kept.")] = Path("paper-results"),
-    traces: Annotated[Path | None, typer.Option(help="A folder with the traces that some figures need.")] = None,
+    figures: Annotated[
+        list[str], typer.Argument(metavar="FIG...", help="The figures to run, e.g. 12a 13, or all.", show_default=False)
+    ],
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Use short traces. Takes seconds, but the knees come out too high.")
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed: the same seed gives the same numbers.")] = 0,
+    jobs: Annotated[int | None, typer.Option(min=1, help="The number of processes; by default one per core.")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder of results.")] = Path("paper-results"),
+    traces: Annotated[Path | None, typer.Option(help="The folder of the traces that some figures need.")] = None,
 ) -> None:
-    """Make figures of the paper again; exit status 1 if one of them is off by more than was allowed."""
+    """Reproduce figures of the paper. Exit status 1 if one deviates by more than its tolerance."""
     from minipaged.paper.commands import run_figures
 
     with _drawing():
@@ -48,10 +52,10 @@ def paper_run(
 
 @paper_app.command("report", cls=Command)
 def paper_report(
-    results: Annotated[Path, typer.Option("--results", "-r", help="Where results are kept.")] = Path("paper-results"),
+    results: Annotated[Path, typer.Option("--results", "-r", help="The folder of results.")] = Path("paper-results"),
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("paper.html"),
 ) -> None:
-    """All results as one HTML file, with pictures, verdicts, and where each number comes from."""
+    """Write all results to one HTML file, with plots, verdicts and the source of each number."""
     from minipaged.paper.commands import write_report
 
     with _drawing():
@@ -60,7 +64,7 @@ def paper_report(
 
 @contextmanager
 def _drawing() -> Iterator[None]:
-    """What is done within needs matplotlib."""
+    """Raise InvalidRequest, which says how to install matplotlib, if the code within cannot import it."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""`minipaged quantize` writes a model in few bits, and `minipaged perplexity` compares it with the original."""
+"""`minipaged quantize` and `minipaged perplexity`: quantizes a model, and measures how good a model is on a text."""
 
 from __future__ import annotations
 
@@ -19,21 +19,26 @@ def quantize(
     model: Annotated[str, typer.Argument(help="A known name, a folder, or a hub id.", show_default=False)],
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.", show_default=False)],
     method: Annotated[str, typer.Option(help="rtn (round to nearest), gptq or awq.")] = "gptq",
-    bits: Annotated[int, typer.Option(help="Of a weight: 2, 3, 4 or 8.")] = 4,
-    group_size: Annotated[int, typer.Option(help="Inputs that share a scale; -1: all of a row.")] = 64,
+    bits: Annotated[int, typer.Option(help="Bits per weight: 2, 3, 4 or 8.")] = 4,
+    group_size: Annotated[int, typer.Option(help="Inputs that share a scale; -1 is a whole row.")] = 64,
     symmetric: Annotated[
-        bool, typer.Option("--symmetric", help="Let the middle code mean 0, as some kernels want it.")
+        bool, typer.Option("--symmetric", help="Make the middle code mean 0, which some kernels require.")
     ] = False,
     act_order: Annotated[
-        str, typer.Option(help="GPTQ, which inputs come first: none, static (the largest) or group (those grouped).")
+        str,
+        typer.Option(
+            help="GPTQ with important inputs first: none, static (groups of neighbours) or group (in that order)."
+        ),
     ] = "static",
-    form: Annotated[str, typer.Option("--format", help="compressed-tensors or gptq.")] = "compressed-tensors",
+    form: Annotated[
+        str, typer.Option("--format", help="File format: compressed-tensors or gptq.")
+    ] = "compressed-tensors",
     calibration: Annotated[
-        Path | None, typer.Option(help="A text to calibrate with; else Python's documentation.")
+        Path | None, typer.Option(help="A text file to calibrate with; by default Python's documentation.")
     ] = None,
-    calibration_tokens: Annotated[int, typer.Option(help="How many tokens of it to use.")] = 16384,
+    calibration_tokens: Annotated[int, typer.Option(help="The number of tokens of that text to use.")] = 16384,
 ) -> None:
-    """Write a model with weights of a few bits, which transformers and vLLM load too."""
+    """Quantize a model's weights to a few bits, in files that transformers and vLLM load too."""
     from minipaged.models.quantized.recipe import Recipe
     from minipaged.quantizing.checkpoint import quantize as make
 
@@ -44,8 +49,8 @@ def quantize(
     made = make(
         model,
         output,
-        Recipe(method, bits, group_size, symmetric, act_order),  # type: ignore[arg-type]  # it refuses what is not known
-        layout=form,  # type: ignore[arg-type]  # the same
+        Recipe(method, bits, group_size, symmetric, act_order),  # type: ignore[arg-type]  # Recipe checks it
+        layout=form,  # type: ignore[arg-type]  # `make` checks it
         calibration=calibration,
         calibration_tokens=calibration_tokens,
         show_progress=sys.stderr.isatty(),
@@ -64,15 +69,17 @@ def perplexity(
     model: Annotated[
         str, typer.Argument(help="A known name, a folder, a .gguf file, or a hub id.", show_default=False)
     ],
-    text: Annotated[Path | None, typer.Argument(help="A file; else Python's documentation.")] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="How many tokens of the text to use, from its beginning.")] = 16384,
+    text: Annotated[Path | None, typer.Argument(help="A text file; by default Python's documentation.")] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="The number of tokens to use, from the text's beginning.")] = 16384,
     window: Annotated[
         int | None,
-        typer.Option(help="The text is cut into pieces of so many tokens; else 2048, or the model's context."),
+        typer.Option(
+            help="Tokens per piece that the text is cut into; by default 2048, or the model's context if shorter."
+        ),
     ] = None,
     **given: Any,
 ) -> None:
-    """How well a model knows a text: the smaller, the better. Compares quantized models with their original."""
+    """Measure a model's perplexity on a text (smaller is better). Use it to judge a quantized model."""
     from minipaged.llm import LLM
     from minipaged.quantizing.perplexity import perplexity as measure
     from minipaged.quantizing.texts import text_of, tokens_of

@@ -1,4 +1,4 @@
-"""`minipaged replay-steps`: recorded steps are run again, and each token is compared."""
+"""`minipaged replay-steps`: runs recorded steps again and compares each chosen token."""
 
 from __future__ import annotations
 
@@ -15,15 +15,22 @@ from minipaged.setup.settings import Settings
 @app.command(name="replay-steps", cls=Command)
 @takes(Settings, only=("tier", "device"))
 def replay_steps(
-    recording: Annotated[Path, typer.Argument(help="What `generate --record-steps` wrote.", show_default=False)],
-    model: Annotated[str | None, typer.Option(help="Where the model is here; else as when it was recorded.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="What to compute in; else as when it was recorded.")] = None,
+    recording: Annotated[
+        Path, typer.Argument(help="The file that `generate --record-steps` wrote.", show_default=False)
+    ],
+    model: Annotated[
+        str | None, typer.Option(help="The model's name or folder here; by default as in the recording.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="Data type to compute in; by default as in the recording.")] = None,
     **given: Any,
 ) -> None:
-    """Run recorded steps again, here, and compare each token chosen; what differs has to be a tie."""
-    from minipaged.llm import LoadedModel
+    """Run recorded steps again on this machine, and compare each chosen token.
+
+    A token may differ only where it is a tie. Any other difference gives exit status 1.
+    """
     from minipaged.recordings.replay_steps import open_replay
     from minipaged.recordings.step_files import read_recording
+    from minipaged.setup.loaded_model import LoadedModel
 
     header, steps = read_recording(recording)
     loaded = LoadedModel.load(model or header.model, dtype=dtype or header.dtype, **given)

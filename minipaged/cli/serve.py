@@ -1,4 +1,4 @@
-"""`minipaged serve`: a model over HTTP, by one engine or by replicas."""
+"""`minipaged serve`: serves a model over HTTP, with one engine or several replicas."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def serve(
     ),
     **given: Any,
 ) -> None:
-    """Serve a model over HTTP, as OpenAI does: POST /v1/chat/completions, and more; GET / shows the blocks."""
+    """Serve a model over HTTP with OpenAI's API: POST /v1/chat/completions and others. GET / shows the blocks live."""
     settings = ServeSettings(**given_for(ServeSettings, given))
     if given["replicas"] is None:
         of_replicas = [name for name in names_of(ReplicaSettings) if name != "replicas"]
@@ -57,9 +57,9 @@ def serve(
 
 
 def _leave(status: int) -> NoReturn:
-    """Exit at once. Python would first take apart all that is loaded, which with torch and numba takes it seconds, and
-    wait for threads that have no work to lose."""
-    with suppress(OSError):  # nobody reads
+    """Exit immediately. A normal exit would take seconds to unload torch and numba, and would wait for threads whose
+    work no longer matters."""
+    with suppress(OSError):  # the output has no reader any more
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(status)

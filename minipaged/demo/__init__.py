@@ -1,18 +1,19 @@
 """The demo: a live memory map of paging on a real model. `minipaged demo`, or `python -m minipaged.demo`.
 
-scenes.py     what is shown: six scenes, one idea of the paper each, one of two ranks, one of two engines, and one for
-              one's own prompts
-stage.py      one loaded model, an engine for each run, requests that arrive step by step
-ticker.py     a run in plain lines
-view.py       a state, drawn
-player.py     a run, played at a pace that can be followed
-terminal.py   the terminal it is played on
-recording.py  what was drawn, as a moving SVG or an asciinema file
-measures.py   paging against contiguous reservation, in bytes; what sharing and preemption did
-report.py     all that as lines of text, or as JSON, where there is no terminal to draw on
-show.py       puts them together: this is where the command line comes in
+scenes.py       the scenes: six with one idea of the paper each, one with several ranks, one with two engines, and one
+                for the user's own prompts
+trace_scene.py  one more scene: thousands of requests on a simulated machine
+stage.py        one loaded model, an engine for each run, requests that arrive step by step
+ticker.py       a run in plain lines
+view.py         draws a state
+player.py       plays a run at a pace that the user can follow
+terminal.py     the terminal that is drawn on
+recording.py    writes a recording of the pictures: an animated SVG or an asciinema file
+measures.py     paging compared with contiguous reservation, in bytes; the effects of sharing and preemption
+report.py       the results as lines of text or as JSON, for outputs that cannot be drawn on
+show.py         puts them together, for the command line
 
-What is drawn, and the sentences beside it, come from `minipaged.replay`, which knows nothing but the engine's events.
+The states and the sentences come from `minipaged.replay`, which reads only the engine's events.
 """
 
 from __future__ import annotations

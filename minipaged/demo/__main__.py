@@ -1,4 +1,4 @@
-"""`python -m minipaged.demo ARGS` is the same as `minipaged demo ARGS`."""
+"""Run `minipaged demo ARGS`, for `python -m minipaged.demo ARGS`."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""What a run measured: the KV memory of paging beside that of a contiguous cache, and what sharing and preemption did.
+"""The measurements of a run: KV memory with paging and with a contiguous cache, effects of sharing and preemption.
 
-The breakdown is that of the paper's Fig. 2, in bytes, as the mean over all steps of a run. Both sides have the same
+Memory is broken down as in the paper's Fig. 2, in bytes, as the mean over all steps of a run. Both sides have the same
 pool of memory and the same sequences in the same steps:
 
 - *paging* takes a block when a token needs it, and shares blocks;
-- *contiguous* is what systems before it did: reserve `max_model_len` slots for every sequence when it starts.
+- *contiguous* reserves `max_model_len` slots for every sequence when it starts, as earlier systems did.
 
-See `engine.stats`, which counts the slots.
+`engine.stats` counts the slots.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from minipaged.engine.stats import MemoryUse, Stats
 
 @dataclass(frozen=True, slots=True)
 class MemoryBytes:
-    """Bytes of KV memory, mean over the steps."""
+    """Bytes of KV memory by use, as the mean over the steps."""
 
     tokens: float
-    """Slots that hold a token's K and V."""
+    """Bytes of slots that hold a token's K and V."""
     reserved: float
-    """Slots held for tokens that came later."""
+    """Bytes of slots held for tokens that were computed later."""
     internal_fragmentation: float
-    """Slots held for tokens that never came."""
+    """Bytes of slots held for tokens that were never computed."""
     free: float
-    """What is left of the pool. Negative: so much more than the pool would have been needed."""
+    """Bytes of the pool that are free. A negative number says by how much the pool is too small."""
     share_of_tokens: float
-    """Of what is taken, the share that holds tokens: 0 to 1."""
+    """The share of the memory taken that holds tokens: 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """One run of the engine, from an empty pool to the last token."""
+    """The measurements of one run of the engine, from an empty pool to the last token."""
 
     run: str
     block_size: int
@@ -47,16 +47,16 @@ class Measures:
     most_sequences: int
     """Sequences in the largest batch."""
     contiguous_sequences: int
-    """Sequences of `max_model_len` slots that would fit the pool."""
+    """The number of sequences with `max_model_len` slots that would fit in the pool."""
     paged: MemoryBytes
     contiguous: MemoryBytes
     peak_blocks_used: int
     blocks_saved: float
-    """Block-table entries beyond the first that hold the same block, mean over the steps."""
+    """The number of block-table entries minus the number of blocks that they name, as the mean over the steps."""
     share_saved: float
     """Blocks saved by sharing / blocks without sharing (paper, Fig. 15): 0 to 1."""
     blocks_copied: int
-    """Copies on write."""
+    """The number of copies on write."""
     blocks_swapped_out: int
     blocks_swapped_in: int
     preempted_by_swap: int
@@ -67,7 +67,7 @@ class Measures:
 
 
 def measure(run: str, stats: Stats, slot_bytes: int, most_sequences: int, seconds: float) -> Measures:
-    """The measures of a run that has ended. `slot_bytes`: K and V of one token in all layers."""
+    """The measurements of a finished run. `slot_bytes`: the bytes of one token's K and V in all layers."""
     slots, steps = stats.blocks_total * stats.block_size, max(1, stats.steps)
 
     def memory(use: MemoryUse) -> MemoryBytes:

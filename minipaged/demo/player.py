@@ -1,16 +1,16 @@
-"""Plays a run on a screen: at a pace that can be followed, with a pause, forwards and back.
+"""Play a run on a screen at a pace that the user can follow, with a pause, forwards and backwards.
 
-A run is a `Timeline` that grows whenever its engine is asked for one more step. The player is at some place of it:
+A run is a `Timeline` that grows with each step of its engine. The player is at a position of it:
 
     events     |=================================|.................
-               0            the place            what has happened   what the engine has yet to do
+               0            position             end of past events   future steps of the engine
 
-Playing moves the place on, from one event worth a look to the next, and stays there for as long as it is worth. Only
-when it has come to the end is the engine asked for another step. So whoever has paused can step back and on again
-through what has happened, and stepping on from its end runs the engine.
+Playing moves the position to the next interesting event, and stays there for a time that depends on the event. The
+engine runs another step only when the position has reached the end. A user who has paused can therefore step back and
+forth through the past events, and a step beyond their end runs the engine.
 
-Everything is done in one thread. A picture that is drawn while nothing else has to be done costs nobody anything; when
-the engine is slower than the pace, pictures may take `DRAWING_SHARE` of its time, and those in between are left out.
+Everything runs in one thread. Drawing a picture while the player waits costs no time. If the engine is slower than the
+pace, pictures may take `DRAWING_SHARE` of its time, and others are skipped.
 """
 
 from __future__ import annotations
@@ -61,50 +61,50 @@ SECONDS: dict[Topic, float] = {
     "return": 2.5,
     "fail": 3.0,
 }
-"""How long an event is worth a look, the first times. What is not named here is passed over."""
+"""Seconds for which the player shows the first events of each topic. Events of other topics are skipped."""
 QUIET = (TokenGenerated, BlockCached, BeamFinished, BlocksFreed, SequenceFinished, SequenceForked, RequestAdmitted)
-"""Events that are told only to who steps through them one by one. (Some come thousands of times a second.)"""
+"""Events that are described only when the user steps to them. (Some occur thousands of times a second.)"""
 HISTORY = SECONDS.keys() - {"step"}
-"""What of the past is shown."""
+"""The topics whose sentences stay visible after their event."""
 FULL_TIMES = 2
-"""After so many of a kind, the next ones take less and less time."""
+"""The number of events of a topic that get the full time. The following ones get less and less."""
 OPENING_SECONDS = 2.5
-"""For reading what to watch for."""
+"""Seconds for reading the instructions at the start of a run."""
 CLOSING_SECONDS = 6.0
-"""For reading what was measured."""
+"""Seconds for reading the measurements at the end of a scene."""
 DRAWING_SHARE = 0.04
-"""Of the time that the engine takes."""
+"""The time that pictures may take, as a share of the engine's time."""
 FRAME_SECONDS = 0.08
-"""Pictures come no faster than that."""
+"""The shortest time between two pictures."""
 SHOWN_NOTES = 6
 MOST_NOTES = 2000
-"""Sentences kept to be shown again when stepping back."""
+"""The number of sentences kept, to be shown again when the user steps back."""
 
 
 class NextScene(Exception):
-    """The user wants to see the next scene."""
+    """Raised when the user asks for the next scene."""
 
 
 class Quit(Exception):
-    """The user has seen enough."""
+    """Raised when the user asks to quit."""
 
 
 class Screen(Protocol):
-    """What pictures are shown on: a `Terminal`, or a `Film` for a recording without one."""
+    """The device that shows the pictures: a `Terminal`, or a `Film` for a recording without one."""
 
     def now(self) -> float:
-        """Seconds on its clock."""
+        """The time on the screen's clock, in seconds."""
 
     def size(self) -> tuple[int, int]: ...
 
     def show(self, frame: Frame) -> None: ...
 
     def key(self, seconds: float) -> Key | None:
-        """The next key, waiting for it at most so long."""
+        """Wait at most `seconds` for a key. Returns None if none was pressed."""
 
 
 class Film:
-    """A screen that nobody looks at: time passes only where somebody would have waited."""
+    """A screen without a user. Its clock advances only when the player waits for a key."""
 
     def __init__(self, width: int, height: int) -> None:
         self._size = (width, height)
@@ -127,8 +127,8 @@ class Film:
 class Player:
     """Plays runs on one screen, one after the other.
 
-    `speed`: how many times as fast as the pace above (infinity: no pace, as fast as the engine). `recording` is given
-    every picture. `keys`: whether there is somebody to press them.
+    `speed`: a factor for the pace above (infinity: as fast as the engine). `recording` receives every picture. `keys`:
+    whether there is a user who can press keys.
     """
 
     def __init__(
@@ -143,10 +143,10 @@ class Player:
         self.view = view
         self.caption = Caption()
         self.engine_seconds = 0.0
-        """That the engine has run."""
+        """Seconds that the engine has run."""
         self.drawing_seconds = 0.0
-        """That went into following events, telling and drawing them."""
-        self._picture_seconds = 0.0  # of it, for pictures alone
+        """Seconds spent on following, describing and drawing events."""
+        self._picture_seconds = 0.0  # the part of them spent on pictures
         self._screen = screen
         self._speed = speed
         self._recording = recording
@@ -156,9 +156,9 @@ class Player:
         self._notes: list[Note] = []
         self._told: Counter[Topic] = Counter()
         self._paused = False
-        self._here: Note | None = None  # what the last key stepped to
-        self._drawn = float("-inf")  # when, on the screen's clock
-        self._due = 0.0  # when the next event is to be shown
+        self._here: Note | None = None  # the event to which the last key stepped
+        self._drawn = float("-inf")  # the time of the last picture
+        self._due = 0.0  # the time to show the next event
 
     # --- One run ----------------------------------------------------------------------------------
 
@@ -173,20 +173,20 @@ class Player:
         ranks: Sequence[str] = (),
         beside: State | None = None,
     ) -> None:
-        """Show a run to its end. `advance` makes the engine do one more step (False: there is nothing left to do).
+        """Show a run to its end. `advance` runs one more step of the engine and returns False if there is none.
 
-        `paced`: stay where something happens; otherwise run as fast as the engine does. `ranks`, `beside`: see
-        `Caption`. Raises NextScene and Quit.
+        `paced`: stop at interesting events; otherwise run as fast as the engine. `ranks`, `beside`: see `Caption`.
+        Raises NextScene or Quit when the user asks for it.
         """
         self._timeline, self._advance = timeline, advance
         self._notes, self._told, self._here = [], Counter(), None
-        self.view.questions = {} if questions is None else questions  # may be filled as the run goes on
+        self.view.questions = {} if questions is None else questions  # the run may add more
         self.caption = replace(self.caption, run=run, measured=(), ranks=tuple(ranks), beside=beside)
         self._due = self._screen.now()
         while timeline.at_end and self._run_engine():
             pass  # until there is something to show
         if not timeline.at_end:
-            self._forward()  # the sizes of everything
+            self._forward()  # the first event, which gives the sizes
         self._wait(OPENING_SECONDS)
         while True:
             if self._paused:
@@ -198,7 +198,7 @@ class Player:
         self._draw()
 
     def close(self, measured: tuple[str, ...], *, seconds: float = CLOSING_SECONDS) -> None:
-        """Show what was measured, until a key is pressed or some time has gone by."""
+        """Show the measurements until the user presses a key or the time is over. Raises Quit."""
         self.caption = replace(self.caption, measured=measured)
         self._due = self._screen.now() + seconds / self._speed
         self._draw()
@@ -221,7 +221,7 @@ class Player:
             self.engine_seconds += time.perf_counter() - started
 
     def _forward(self) -> Topic | None:
-        """Follow one event; what kind of thing it was, if it may be worth a look."""
+        """Move past one event and note its sentence. Returns its topic, or None if it is not interesting."""
         timeline = self._timeline
         event = timeline.next_event()
         if isinstance(event, QUIET) or (isinstance(event, TokensComputed) and not event.new_blocks):
@@ -231,7 +231,7 @@ class Player:
         timeline.forward()
         if sentence is None:
             return None
-        new = not self._notes or timeline.position > self._notes[-1].position  # else it was told before
+        new = not self._notes or timeline.position > self._notes[-1].position  # otherwise it has a note already
         if new and sentence.topic in HISTORY:
             self._notes.append(Note(timeline.position, timeline.state.step, sentence))
             if len(self._notes) > 2 * MOST_NOTES:
@@ -239,7 +239,7 @@ class Player:
         return sentence.topic
 
     def _move_on(self) -> float:
-        """Go to the next event that is worth a look; how long."""
+        """Move to the next interesting event. Returns the seconds for which to show it."""
         started = time.perf_counter()
         seconds = 0.0
         while not seconds and not self._timeline.at_end:
@@ -259,7 +259,7 @@ class Player:
         return 0.0
 
     def _step_to(self, position: int) -> None:
-        """Stop after so many events, and tell the last of them, whatever it is."""
+        """Move to just after the first `position` events, and describe the last of them, even a quiet one."""
         timeline = self._timeline
         timeline.seek(position - 1)
         self._here = None
@@ -273,7 +273,7 @@ class Player:
     # --- Waiting, and keys ------------------------------------------------------------------------
 
     def _wait(self, seconds: float) -> None:
-        """Show where we are until its time is over, or a key is pressed."""
+        """Show the current position for `seconds` at the set speed, and obey keys in the meantime."""
         now = self._screen.now()
         self._due = max(self._due, now - FRAME_SECONDS) + seconds / self._speed
         left = self._due - now
@@ -307,7 +307,7 @@ class Player:
             case "right":
                 self._paused = True
                 while self._timeline.at_end and self._run_engine():
-                    pass  # until something has happened
+                    pass  # until there is an event
                 self._step_to(self._timeline.position + 1)
             case "left":
                 self._paused = True
@@ -318,7 +318,7 @@ class Player:
                 return
         spent = self._picture_seconds
         self._draw()
-        self._picture_seconds = spent  # what somebody asked for is not counted against what follows
+        self._picture_seconds = spent  # a picture that the user asked for does not delay later ones
 
     # --- Drawing ----------------------------------------------------------------------------------
 
@@ -337,7 +337,7 @@ class Player:
         self.drawing_seconds += seconds
 
     def _latest_notes(self) -> list[Note]:
-        """The last few sentences that were worth a look; and that of the place where we are, if we stepped there."""
+        """The last few notes up to the current position, including that of the event to which the user stepped."""
         place = bisect_right(self._notes, self._timeline.position, key=lambda note: note.position)
         shown = self._notes[max(0, place - SHOWN_NOTES) : place]
         if self._here and (not shown or shown[-1].position < self._here.position):

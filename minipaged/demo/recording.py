@@ -1,10 +1,10 @@
-"""A recording of what was drawn: a moving picture (.svg) or a terminal session (.cast).
+"""Write a recording of the pictures: an animated picture (.svg) or a terminal session (.cast).
 
-- An SVG holds everything it needs and names no address. Each row of the screen is a strip of all that it ever showed,
-  one below the other, of which a window shows one; the strips jump at their times by CSS alone. It begins with the
-  picture on which the most is held, and comes to those before it when it goes round; who has asked for reduced motion
-  sees that one, still.
-- A .cast is asciinema's format, version 2: JSON Lines of (seconds, "o", what is written to the terminal).
+- An SVG is self-contained and has no links. Each row of the screen is a strip with all lines that the row ever shows,
+  one below another, behind a window that shows one of them. CSS alone moves the strips at the right times. The
+  animation begins with the picture that has the most blocks held, and shows the earlier pictures when it repeats. A
+  user who prefers reduced motion sees only that picture.
+- A .cast is asciinema's format, version 2: JSON Lines of (seconds, "o", output to the terminal).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from minipaged.demo.view import BASIC_COLORS, COLORS, Frame, Line, changes
 from minipaged.errors import InvalidRequest
 
 LONGEST_SECONDS = 4.0
-"""A picture stands for at most so long."""
+"""The longest time for which a picture is shown."""
 LAST_SECONDS = 3.0
-"""The last one stands for so long, before it all begins again."""
+"""The time for which the last picture is shown before the animation repeats."""
 SUFFIXES = (".svg", ".cast")
 
 SVG_SECONDS = 0.15
-"""The pictures of an SVG come no faster than that."""
+"""The shortest time for which an SVG shows a picture."""
 COLUMN, ROW = 8.4, 18
-"""Size of a character, in the units of the picture."""
+"""The width and height of a character, in units of the picture."""
 MARGIN = 10
 STYLE = """
 svg{font:14px ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace}
@@ -47,7 +47,7 @@ text{fill:#d4d7dd;dominant-baseline:central;white-space:pre}rect{fill:#d4d7dd;he
 
 @dataclass(slots=True)
 class Screencast:
-    """Pictures and their times."""
+    """The pictures of a show, with their times, and the file to write them to."""
 
     path: Path
     frames: list[tuple[float, Frame]] = field(default_factory=list)
@@ -58,12 +58,12 @@ class Screencast:
         if self.path.suffix not in SUFFIXES:
             raise InvalidRequest(f"--record is {self.path}; its name must end in {' or '.join(SUFFIXES)}")
         try:
-            self.path.open("a", encoding="utf-8").close()  # better now than after the show
+            self.path.open("a", encoding="utf-8").close()  # fail before the show rather than after it
         except OSError as error:
             raise InvalidRequest(f"cannot write the recording to {self.path}: {error.strerror}") from None
 
     def add(self, now: float, frame: Frame) -> None:
-        """A picture that was shown at this time. Long waits (for somebody who has paused) are made short."""
+        """Add the picture that is shown at time `now`. Long waits, such as a user's pause, are shortened."""
         if self._last is not None:
             self._clock += min(now - self._last, LONGEST_SECONDS)
         self._last = now
@@ -72,7 +72,7 @@ class Screencast:
         self.frames.append((self._clock, frame))
 
     def save(self) -> None:
-        """Write the file, in the format that its name asks for."""
+        """Write the file in the format of its suffix."""
         if not self.frames:
             return
         with self.path.open("w", encoding="utf-8") as file:
@@ -80,7 +80,7 @@ class Screencast:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Columns and lines of the largest picture."""
+        """The most columns and the most lines of any picture."""
         frames = [frame for _, frame in self.frames]
         return max(frame.width for frame in frames), max(len(frame.lines) for frame in frames)
 
@@ -124,12 +124,12 @@ class Screencast:
 
 
 def _held(frame: Frame) -> int:
-    """Columns in reverse, which is how what is held is drawn."""
+    """The number of columns in reverse video, which shows held blocks."""
     return sum(cell_len(text) for line in frame.lines for text, style, _ in line if style and style.reverse)
 
 
 def _strip(row: int, columns: int, lines: list[tuple[float, Line]]) -> str:
-    """All that one row ever showed, and when which of it is seen. `lines`: each from a moment between 0 and 1 on."""
+    """The SVG of all lines that one row ever shows, with their times. `lines`: start times, from 0 to 1, and lines."""
     places: dict[str, int] = {}
     moments: list[tuple[float, int]] = []
     for at, line in lines:
@@ -150,7 +150,7 @@ def _strip(row: int, columns: int, lines: list[tuple[float, Line]]) -> str:
 
 
 def _svg_line(line: Line) -> str:
-    """The texts of one line, and the rectangles behind those in reverse."""
+    """The SVG of one line: its texts, and rectangles behind those in reverse video."""
     parts, column = [], 0
     for text, style, _ in Segment.simplify(line):
         parts.append(_svg_piece(text, style or Style(), column))
@@ -179,6 +179,6 @@ def _class(*names: str) -> str:
 
 
 def _color_classes() -> str:
-    """The view's colours, by their numbers; said once."""
+    """CSS classes for the view's colours, by number."""
     colors = {number: Color.from_ansi(number).get_truecolor().hex for number in (*COLORS, *BASIC_COLORS)}
     return "".join(f".c{number}{{fill:{color}!important}}" for number, color in colors.items())

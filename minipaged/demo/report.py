@@ -1,4 +1,4 @@
-"""Outcomes as plain lines of at most 80 columns, and as JSON."""
+"""The results of scenes as plain lines of at most 80 columns, and as JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INDENT = "  "
 
 
 def opening(stage: Stage) -> list[str]:
-    """What holds for all scenes."""
+    """Lines to print before the first scene: facts that apply to all scenes."""
     model = stage.model
     text = (
         f"minipaged demo: {model.folder.name} on the {model.tier.name} tier. The keys and values of one token take "
@@ -34,7 +34,7 @@ def opening(stage: Stage) -> list[str]:
 
 
 def _format(stage: Stage) -> str:
-    """What keeping them in 8 bits is worth, where they are kept so."""
+    """The size of keys and values in 8 bits compared with the model's dtype; "" if they are not in 8 bits."""
     if stage.kv_cache_dtype == "auto":
         return ""
     dtype, plain = stage.model.tier.dtype, stage.model.block_bytes(1)
@@ -43,13 +43,13 @@ def _format(stage: Stage) -> str:
 
 
 def heading(number: int, total: int, scene: Scene) -> list[str]:
-    """Printed before a scene is played."""
+    """Lines to print before a scene."""
     title = f"=== {number}/{total} {scene.title} ({scene.name}) "
     return [title.ljust(WIDTH, "="), *_wrap(scene.watch, indent=""), ""]
 
 
 def outcome_lines(outcome: SceneResult) -> list[str]:
-    """Printed after a scene was played."""
+    """Lines to print after a scene."""
     lines = [*_text_lines(outcome.texts), ""]
     if outcome.tree:
         tree = [line if len(line) <= WIDTH - 4 else line[: WIDTH - 8] + " ..." for line in outcome.tree]
@@ -64,7 +64,7 @@ def outcome_lines(outcome: SceneResult) -> list[str]:
 
 
 def _text_lines(texts: list[Text]) -> Iterator[str]:
-    """Prompts and what came of them; several short, one at length."""
+    """The prompts and outputs. A single one gets more lines than each of several."""
     most_lines = 3 if len(texts) == 1 else 2
     for text in texts:
         yield from _wrap(f"> {text.prompt}", hang=2)
@@ -75,7 +75,7 @@ def _text_lines(texts: list[Text]) -> Iterator[str]:
 
 
 def _table_lines(rows: Sequence[TableRow], most_rows: int = 8) -> Iterator[str]:
-    """A block table as in Fig. 6, tokens included."""
+    """A block table as in Fig. 6, with the tokens in each block."""
     if not rows:
         return
     yield f"{INDENT}block table at the end"
@@ -88,7 +88,7 @@ def _table_lines(rows: Sequence[TableRow], most_rows: int = 8) -> Iterator[str]:
 
 
 def _pool_lines(pools: Sequence[RankPool]) -> Iterator[str]:
-    """What each rank has kept, under one block table."""
+    """A table of the ranks' pools."""
     if not pools:
         return
     yield f"{INDENT}{'':<8}{'KV heads':>10}{'bytes a block':>16}   blocks written"
@@ -103,7 +103,7 @@ def _one_line(text: str) -> str:
 
 
 def _memory_lines(run: Measures, *, named: bool) -> list[str]:
-    """The breakdown of Fig. 2."""
+    """A table of the KV memory by use, as in Fig. 2."""
     unit, name = (1e6, "MB") if run.pool_bytes >= 1e6 else (1e3, "KB")
 
     def row(label: str, field: str) -> str:
@@ -130,7 +130,7 @@ def _memory_lines(run: Measures, *, named: bool) -> list[str]:
 
 
 def _count_lines(runs: list[Measures]) -> list[str]:
-    """What was counted: in two columns, or with a column for each of several runs."""
+    """A table of the counts: two pairs of columns for one run, or a column for each of several runs."""
     rows: dict[str, list[str]] = {
         "most sequences at once": [f"{run.most_sequences}" for run in runs],
         "contiguous has room for": [f"{run.contiguous_sequences}" for run in runs],
@@ -159,7 +159,7 @@ def closing(num_scenes: int, seconds: float) -> str:
 
 
 def summary(played: Iterable[tuple[Scene, SceneResult]]) -> list[str]:
-    """What is left to read when the terminal is back: a heading and the findings of each scene."""
+    """Lines to print after the live view: each scene's title and findings."""
     lines: list[str] = []
     for scene, outcome in played:
         lines += [f"{scene.title} ({scene.name})"]
@@ -168,7 +168,7 @@ def summary(played: Iterable[tuple[Scene, SceneResult]]) -> list[str]:
 
 
 def run_lines(state: State) -> list[str]:
-    """What was counted in a run of which nothing but the events is known."""
+    """The counts of a run, computed from its events alone."""
     counts, pool = state.counts, state.device
     return [
         f"{counts['step_finished']} steps, {state.num_generated} tokens generated for "
@@ -183,7 +183,7 @@ def run_lines(state: State) -> list[str]:
 
 
 def _wrap(text: str, *, indent: str = INDENT, hang: int = 0, most_lines: int = 20) -> list[str]:
-    """`text` in lines of at most WIDTH columns; what does not fit `most_lines` is cut off."""
+    """Wrap `text` to lines of at most WIDTH columns, and cut it off after `most_lines`."""
     return textwrap.wrap(
         text,
         WIDTH,
@@ -198,7 +198,7 @@ def _wrap(text: str, *, indent: str = INDENT, hang: int = 0, most_lines: int = 2
 
 
 def document(stage: Stage, played: Iterable[tuple[Scene, SceneResult]]) -> str:
-    """Everything as one JSON object, the events of each run (docs/events.md) included.
+    """All results as one JSON object, including the events of each run (docs/events.md).
 
     Times are in seconds, memory in bytes, shares between 0 and 1.
     """

@@ -1,8 +1,8 @@
-"""The scenes: what to watch for, which requests are served, and what is told of them.
+"""The scenes: each has a hint on what to watch for, requests to serve, and findings to report.
 
-Each is one idea of the paper's section 4 on the real model, in the smallest setting that shows it. A scene adapts to
-the model and to the sizes it is given: pools are sized in tokens, and the last one from the prompts themselves, so
-that it is always a little too small. Prefix caching is off except in the scene that is about it: one idea at a time.
+Each scene shows one idea of the paper's section 4 on the real model, in the smallest setting that can show it. Scenes
+adapt to the model and to the user's sizes: pools are sized in tokens. The pool for preemption is sized by the prompts,
+so that it is always a little too small. The six scenes turn prefix caching off, except for the one that is about it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from minipaged.replay.state import LiveSequence
 from minipaged.replay.teller import Topic, blocks_only
 
 FOUR_SCORE = "Four score and seven years ago our"
-"""The prompt of the paper's Fig. 6 and Fig. 8: seven tokens for this model as well."""
+"""The prompt in the paper's Fig. 6 and Fig. 8. It has seven tokens in this model, too."""
 
 QUESTIONS = (
     "Give me a title for a book about trains.",
@@ -57,19 +57,19 @@ CHILDREN = (
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A prompt, and all that the model made of it, best or first first."""
+    """A prompt and all its outputs, in the order of their scores (beam search) or of the samples."""
 
     prompt: str
     outputs: tuple[str, ...]
     token_ids: tuple[tuple[int, ...], ...]
     finish_reasons: tuple[str, ...]
     scores: tuple[float | None, ...]
-    """Beam search only."""
+    """The outputs' scores. Only beam search has scores."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """One logical block of a block table, and the tokens in it."""
+    """One entry of a block table, with the tokens in its block."""
 
     logical: int
     physical: int
@@ -79,35 +79,36 @@ class TableRow:
 
 @dataclass(frozen=True, slots=True)
 class RankPool:
-    """The pool of one rank of a model in parts, as a run has left it."""
+    """The pool of one rank of a model at the end of a run."""
 
     rank: int
     kv_heads: tuple[int, ...]
-    """Whose keys and values it keeps."""
+    """The KV heads whose keys and values the rank stores."""
     block_bytes: int
     blocks_written: tuple[int, ...]
-    """Those in which there is anything."""
+    """The blocks that are not empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class SceneResult:
-    """All that a scene has to show."""
+    """The results of a scene."""
 
     texts: list[Text]
     story: list[str]
+    """The events of the runs in plain lines."""
     runs: list[Measures]
     findings: list[str]
-    """What the run proves, computed from it."""
+    """Sentences that state what the runs show, with numbers computed from the runs."""
     holds: bool = True
-    """Whether they are what paging promises."""
+    """Whether the findings are what paging promises."""
     events: tuple[list[Event], ...] = ()
-    """Of each run."""
+    """The events of each run."""
     block_table: tuple[TableRow, ...] = ()
-    """Of the first sequence, as it was at its end; only where the scene is about it."""
+    """The block table of the first sequence at its end. Only the scene about block tables has it."""
     rank_pools: tuple[RankPool, ...] = ()
-    """Only where the model was in parts."""
+    """The pools of the ranks. Only the scene with several ranks has them."""
     tree: tuple[str, ...] = ()
-    """How the beams that were kept part, in lines; only where the scene is about it."""
+    """The beams as a tree, in lines. Only the scene about beam search has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ class Scene:
     name: str
     title: str
     watch: str
-    """What to look at, and where the paper tells of it."""
+    """A hint on what to watch for, with the section of the paper."""
     play: Callable[[Stage], SceneResult]
 
 
@@ -123,7 +124,7 @@ class Scene:
 
 
 def one_request(stage: Stage) -> SceneResult:
-    """Fig. 6, with its prompt and its block size of 4."""
+    """Serve one request, with the prompt and the block size (4) of Fig. 6."""
     arrivals = [stage.complete(FOUR_SCORE, SamplingParams(temperature=0, max_tokens=stage.tokens(24)))]
     size = stage.block_size_or(4)
     run = stage.run(
@@ -146,7 +147,7 @@ def one_request(stage: Stage) -> SceneResult:
 
 
 def block_table(stage: Stage, sequence: LiveSequence, block_size: int) -> tuple[TableRow, ...]:
-    """The table that a sequence had at its end."""
+    """The block table of a sequence at its end."""
     words = [stage.tokenizer.decode([token]) for token in sequence.tokens[: sequence.num_computed]]
     rows = []
     for logical, physical in enumerate(sequence.table):
@@ -159,7 +160,7 @@ def block_table(stage: Stage, sequence: LiveSequence, block_size: int) -> tuple[
 
 
 def continuous_batch(stage: Stage) -> SceneResult:
-    """Requests of different lengths that come and go (Fig. 7)."""
+    """Serve requests of different lengths, which come and go (Fig. 7)."""
     arrivals = [
         stage.ask(
             question,
@@ -193,7 +194,7 @@ def continuous_batch(stage: Stage) -> SceneResult:
 
 
 def parallel_sampling(stage: Stage) -> SceneResult:
-    """Four samples of one prompt: they share its blocks until they write (Fig. 8)."""
+    """Generate four samples of one prompt, which share its blocks until they write (Fig. 8)."""
     params = SamplingParams(n=4, temperature=0.8, top_p=0.9, seed=stage.seed, max_tokens=stage.tokens(32))
     arrivals = [stage.ask("Write the first sentence of a story about a lighthouse.", params)]
     size = stage.block_size_or(16)
@@ -211,7 +212,7 @@ def parallel_sampling(stage: Stage) -> SceneResult:
 
 
 def saved(measures: Measures, paper: str) -> str:
-    """What sharing saved, and what it did in the paper."""
+    """A finding: the blocks that sharing saved, compared with the paper."""
     return (
         f"Sharing saved {percent(measures.share_saved)} of the blocks (of {measures.block_size} tokens each), at the "
         f"cost of {measures.blocks_copied} copies; in the paper {paper} (Fig. 15)."
@@ -222,7 +223,7 @@ def saved(measures: Measures, paper: str) -> str:
 
 
 def beam_search(stage: Stage) -> SceneResult:
-    """The four best continuations: beams fork and are dropped at almost every step (Fig. 9)."""
+    """Search the four best continuations: beams fork and are dropped at almost every step (Fig. 9)."""
     params = BeamSearchParams(beam_width=4, max_tokens=stage.tokens(24))
     arrivals = [stage.ask("Write the first sentence of a story about a lighthouse.", params)]
     size = stage.block_size_or(4)
@@ -243,17 +244,17 @@ def beam_search(stage: Stage) -> SceneResult:
         for token_ids, score in zip(text.token_ids, text.scores, strict=True)
         if score is not None
     ]
-    if not beams:  # cut short before any was kept
+    if not beams:  # the run was cut short before it kept any
         return outcome
     winner = f'The winner, score {beams[0][1]:.2f}: "{printable(" ".join(outcome.texts[0].outputs[0].split()))}"'
     return replace(outcome, tree=tuple(beam_tree(stage.tokenizer.decode, beams)), findings=[finding, winner])
 
 
 def beam_tree(decode: Decode, beams: Sequence[tuple[Sequence[int], float]], start: int = 0) -> Iterator[str]:
-    """The beams, best first, as a tree: what several have in common is written once, and a score where one ends."""
+    """The beams, best first, as a tree in lines: common beginnings are written once, and each leaf has its score."""
     groups: dict[int, list[tuple[Sequence[int], float]]] = {}
     for i, (tokens, score) in enumerate(beams):
-        goes_on = tokens[start] if start < len(tokens) else -1 - i  # one that ends here is a branch of its own
+        goes_on = tokens[start] if start < len(tokens) else -1 - i  # a beam that ends here is a separate branch
         groups.setdefault(goes_on, []).append((tokens, score))
     for i, same in enumerate(groups.values()):
         end, shortest = start, min(len(tokens) for tokens, _ in same)
@@ -271,7 +272,7 @@ def beam_tree(decode: Decode, beams: Sequence[tuple[Sequence[int], float]], star
 
 
 def shared_prompt(stage: Stage) -> SceneResult:
-    """One system prompt before every question: computed once, then found in the prefix cache (Fig. 10)."""
+    """Ask questions with one system prompt, which is computed once and then found in the prefix cache (Fig. 10)."""
     params = SamplingParams(temperature=0, max_tokens=stage.tokens(32))
     arrivals = [stage.ask(question, params, step=min(i, 1) * 2, system=TEACHER) for i, question in enumerate(CHILDREN)]
     size = stage.block_size_or(16)
@@ -294,7 +295,7 @@ def shared_prompt(stage: Stage) -> SceneResult:
 
 
 def preemption(stage: Stage) -> SceneResult:
-    """The same requests three times: with room for all, then in a pool too small, swapping and recomputing."""
+    """Serve the same requests three times: with room for all, then in a pool too small, by swapping and recomputing."""
     num_tokens = stage.tokens(48)
     params = SamplingParams(temperature=0, max_tokens=num_tokens, min_tokens=num_tokens)
     arrivals = [stage.ask(question, params, step=i) for i, question in enumerate(QUESTIONS[:5])]
@@ -329,15 +330,16 @@ def preemption(stage: Stage) -> SceneResult:
 
 
 def pool_sizes(arrivals: list[Arrival], num_tokens: int, block_size: int) -> tuple[int, int]:
-    """Ample blocks, and too few: every request can start, but there is room for half of what they grow by."""
+    """The sizes of an ample pool and a small one, in blocks. In the small one every request can start, but there is
+    room for only half of the growth of all."""
     start = [-(-len(arrival.prompt) // block_size) for arrival in arrivals]
-    # The last token is chosen but never run, so it needs no slot.
+    # The last token is chosen but never computed, so it needs no slot.
     end = [-(-(len(arrival.prompt) + num_tokens - 1) // block_size) for arrival in arrivals]
     return 2 * sum(end), max(*end, (sum(start) + sum(end)) // 2)
 
 
 def compare(reference: DemoRun, others: list[DemoRun]) -> tuple[list[str], bool]:
-    """Compare the generated tokens one by one with those of the `reference` run; and whether all are the same."""
+    """Compare the generated tokens with those of the `reference` run. Returns findings, and whether all are equal."""
     findings, all_same = [], True
     for run in others:
         measures = run.measures
@@ -356,9 +358,9 @@ def compare(reference: DemoRun, others: list[DemoRun]) -> tuple[list[str], bool]
 
 
 def first_difference(expected: RequestOutput, actual: RequestOutput) -> int | None:
-    """The place of the first token in which the two first outputs differ, None where they are the same."""
+    """The position of the first token in which the two first outputs differ, or None if they are equal."""
     a, b = expected.outputs[0].token_ids, actual.outputs[0].token_ids
-    if not (expected.finished and actual.finished):  # cut short: as far as both go
+    if not (expected.finished and actual.finished):  # cut short: compare the common length
         a, b = a[: len(b)], b[: len(a)]
     if a == b:
         return None
@@ -369,7 +371,7 @@ def first_difference(expected: RequestOutput, actual: RequestOutput) -> int | No
 
 
 def tensor_parallel(stage: Stage) -> SceneResult:
-    """The same requests on one rank, then on two, or as many as are asked for: a pool each, and one block table
+    """Serve the same requests on one rank, then on two or more: each has a pool, and there is one block table
     (section 4.6)."""
     num_tokens = stage.tokens(24)
     lighthouse = "Write the first sentence of a story about a lighthouse."
@@ -424,12 +426,12 @@ def tensor_parallel(stage: Stage) -> SceneResult:
 
 
 def heads_of(shard: Shard) -> str:
-    """Whose keys and values a rank keeps."""
+    """The KV heads of a rank, in words."""
     return f"KV head{'s' * (len(shard.kv_heads) > 1)} {blocks_only(shard.kv_heads)}"
 
 
 def pool_of(shard: Shard, rank: Any) -> RankPool:
-    """What is in the cache of one rank, a Llama of the reference tier."""
+    """The pool of `rank`, a Llama of the reference tier, with the blocks that it has written."""
     cache = rank.kv_cache
     written = tuple(block for block in range(cache.num_blocks) if cache.device_blocks[block].tobytes().strip(b"\0"))
     return RankPool(shard.rank, tuple(shard.kv_heads), cache.block_bytes, written)
@@ -439,8 +441,8 @@ def pool_of(shard: Shard, rank: Any) -> RankPool:
 
 
 def disaggregated(stage: Stage) -> SceneResult:
-    """The same requests on one engine, then on two: one computes prompts, the other goes on from its blocks, which
-    travel by files (section 4.6 has one engine; DistServe and vLLM have such pairs)."""
+    """Serve the same requests on one engine, then on two: one computes the prompts, and the other continues from its
+    blocks, which are passed in files. (Section 4.6 has one engine; DistServe and vLLM have such pairs.)"""
     params = SamplingParams(temperature=0, max_tokens=stage.tokens(24))
     arrivals = [stage.ask(question, params, step=2 * i, system=TEACHER) for i, question in enumerate(CHILDREN)]
     size = stage.block_size_or(16)
@@ -455,7 +457,7 @@ def disaggregated(stage: Stage) -> SceneResult:
         topics: dict[Topic, int] = {"store": 3, "load": 5, "prefix": 5, "join": 2}
         first, second = stage.run_disaggregated(arrivals, topics, connectors, **sizes)
         num_bytes = sum(path.stat().st_size for path in Path(folder).glob("*.block"))
-    pairs = zip(alone.outputs, second.outputs, strict=False)  # cut short, fewer may have come to the second engine
+    pairs = zip(alone.outputs, second.outputs, strict=False)  # if cut short, the second engine may have received fewer
     same = all(first_difference(expected, output) is None for expected, output in pairs)
     begun = [output for output in second.outputs if output.outputs[0].token_ids]
     all_had = all(output.num_cached_tokens == (len(output.prompt_token_ids) - 1) // size * size for output in begun)
@@ -480,7 +482,7 @@ def disaggregated(stage: Stage) -> SceneResult:
 
 
 def yours(stage: Stage) -> SceneResult:
-    """Whatever prompts there are, sampled together."""
+    """Sample the user's prompts together."""
     if not stage.prompts:
         raise InvalidRequest('this scene needs prompts: minipaged demo --scene yours "My first prompt" "Another one"')
     num_tokens = stage.tokens(64)
@@ -523,13 +525,13 @@ def outcome_of(
     holds: bool = True,
     block_table: tuple[TableRow, ...] = (),
 ) -> SceneResult:
-    """Of a scene with a single run."""
+    """The result of a scene with a single run."""
     texts = texts_of(arrivals, run.outputs)
     return SceneResult(texts, run.story, [run.measures], findings, holds, (run.events,), block_table)
 
 
 def texts_of(arrivals: list[Arrival], outputs: list[RequestOutput]) -> list[Text]:
-    """Prompts and outputs; of requests that never arrived, because the run was cut short, there is none."""
+    """The prompts and outputs, without requests that did not arrive because the run was cut short."""
     return [
         Text(
             prompt=arrival.shown,
@@ -595,7 +597,7 @@ TENSOR_PARALLEL = Scene(
     "ranks are in this process and take their turns, so the times below compare no tiers and show no speed-up.",
     tensor_parallel,
 )
-"""Not one of all: a large model would be loaded a second time, into NumPy."""
+"""Not in SCENES, because a large model would be loaded a second time, into NumPy."""
 DISAGGREGATED = Scene(
     "disaggregated",
     "One engine prefills, another decodes",
@@ -603,7 +605,7 @@ DISAGGREGATED = Scene(
     "blocks travel, by their hashes, into whatever blocks are free.",
     disaggregated,
 )
-"""Not one of all: it is about two engines."""
+"""Not in SCENES, because it is about two engines."""
 YOURS = Scene(
     "yours",
     "Your prompts",
@@ -611,4 +613,4 @@ YOURS = Scene(
     "when the last one is full.",
     yours,
 )
-"""Not one of all: it needs prompts."""
+"""Not in SCENES, because it needs prompts."""

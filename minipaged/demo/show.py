@@ -1,7 +1,7 @@
-"""The show: scenes or a recorded run, played live on a terminal, told in lines anywhere else.
+"""Show scenes or a recorded run: live on a terminal, as lines of text on other outputs.
 
 A terminal that can be drawn on gets the live view; a pipe, a file, or TERM=dumb gets lines. `--record` without a
-terminal plays the same film for nobody and writes it to a file.
+terminal plays the show without displaying it and writes it to a file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from minipaged.params import KVCacheDtype
 from minipaged.replay.recorded import read_run
 
 FILM_SIZE = (100, 30)
-"""Columns and lines of a recording without a terminal, unless COLUMNS and LINES say otherwise."""
+"""The columns and lines of a recording without a terminal, unless COLUMNS and LINES are set."""
 
 
 def run_demo(
@@ -53,15 +53,15 @@ def run_demo(
     record: Path | None = None,
     json_output: bool = False,
 ) -> list[SceneResult]:
-    """Play one scene, several (their names with commas between), or all; returns what happened as data.
+    """Play one scene, several (names separated by commas), or all, and return their results.
 
-    `block_size` and `num_blocks` replace every scene's own; `steps` cuts every run short. `speed`: 2 plays twice as
-    fast. `record`: write what is drawn to this file. `json_output`: print one JSON document and nothing else. Raises
-    InvalidRequest for an unknown scene and for sizes that a scene does not fit, ModelError for the model.
+    `block_size` and `num_blocks` replace every scene's own. `steps`: the most steps of a run. `speed`: 2 plays twice as
+    fast. `record`: a file for a recording of the pictures. `json_output`: print only one JSON document. Raises
+    InvalidRequest for an unknown scene or unsuitable sizes, and ModelError if the model cannot be loaded.
     """
     chosen = _choose(scene, prompts)
     _check(speed, steps)
-    from minipaged.llm import LoadedModel
+    from minipaged.setup.loaded_model import LoadedModel
 
     console = make_console(color=color)
     show = _Lines(console, silent=json_output or _draws(console))
@@ -116,9 +116,9 @@ def replay(
     color: bool = True,
     record: Path | None = None,
 ) -> None:
-    """Play a run that was written to a file of events. Without `decode`, token ids take the place of words.
+    """Play a run from a file of events. Without `decode` it shows token ids in place of words.
 
-    Raises InvalidRequest for a file that is no such run.
+    Raises InvalidRequest if the file does not contain a run.
     """
     _check(speed, None)
     timeline = read_run(path)
@@ -143,7 +143,7 @@ def replay(
 
 
 def make_console(*, color: bool) -> Console:
-    """What rich found out about the output: NO_COLOR, FORCE_COLOR, TERM and the encoding are its business."""
+    """A console for the output. rich evaluates NO_COLOR, FORCE_COLOR, TERM and the encoding."""
     return Console(no_color=None if color else True, highlight=False)
 
 
@@ -157,8 +157,10 @@ def player(
     live: bool = True,
     before: Callable[[], None] = lambda: None,
 ) -> Iterator[Player | None]:
-    """A player on the terminal, or for the recording alone; None where there is neither. `before`: what to do before
-    the terminal is drawn on. Afterwards the terminal is as it was, and the recording is written."""
+    """A context with a player for the terminal or for a recording; None if there is neither.
+
+    `before` is called before the terminal is drawn on. On exit, the terminal is restored and the recording is written.
+    """
     unicode = console.encoding.startswith("utf")
     live = live and _draws(console)
     few = live and color_system(console) is ColorSystem.STANDARD
@@ -188,22 +190,22 @@ def _choose(names: str | None, prompts: Sequence[str]) -> list[Scene]:
     known = {one.name: one for one in (*SCENES, TENSOR_PARALLEL, DISAGGREGATED, YOURS)}
     for name in names.split(","):
         if name not in known:
-            raise InvalidRequest(f"there is no scene {name!r}; choose of {', '.join(known)}, or trace alone")
+            raise InvalidRequest(f"there is no scene {name!r}; choose from {', '.join(known)}, or trace alone")
     chosen = [known[name] for name in names.split(",")]
     if prompts and YOURS not in chosen:
-        raise InvalidRequest("prompts are for --scene yours alone")
+        raise InvalidRequest("prompts are only for --scene yours; leave them out for other scenes")
     return chosen
 
 
 def _check(speed: float, steps: int | None) -> None:
     if math.isnan(speed) or speed <= 0:
-        raise InvalidRequest(f"speed is {speed}; it must be above 0 (2 is twice as fast, inf as fast as can be)")
+        raise InvalidRequest(f"speed is {speed}; it must be above 0 (2 is twice as fast, inf as fast as possible)")
     if steps is not None and steps < 1:
         raise InvalidRequest(f"steps is {steps}; it must be at least 1")
 
 
 class _Lines:
-    """Prints lines, unless something else is on the screen. Headings and findings stand out where there are colours."""
+    """Prints lines, unless it is silent because the screen shows pictures. Headings and findings are bold."""
 
     def __init__(self, console: Console, *, silent: bool) -> None:
         self.silent = silent

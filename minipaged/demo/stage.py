@@ -1,8 +1,8 @@
-"""Where the scenes are played: one loaded model, and for each run an engine of its own on top of it.
+"""Run the scenes on one loaded model, with a separate engine for each run.
 
-The weights are loaded once. What differs from run to run is small: the block size, the pool, the way of preempting;
-so each run builds a new engine with an empty pool, feeds it requests as they arrive, and steps it to the end. Where
-there is a player, it decides when the next step is due.
+The weights are loaded once. Runs differ in the block size, the pool and the way of preemption. Therefore each run
+builds a new engine with an empty pool, adds the requests as they arrive, and steps the engine to the end. If there is a
+player, it decides when the next step is due.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from minipaged.replay.timeline import Timeline
 from minipaged.setup.settings import Settings
 
 if TYPE_CHECKING:
-    from minipaged.llm import LLM, LoadedModel
+    from minipaged.llm import LLM
     from minipaged.models.tokenizer import Tokenizer
+    from minipaged.setup.loaded_model import LoadedModel
 
 MAX_MODEL_LEN = 1024
-"""Tokens that a sequence may have, and that a contiguous cache has to reserve for it: half of what the paper's had."""
+"""The most tokens of a sequence, which a contiguous cache must reserve for each. It is half of the paper's number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Arrival:
     """A request, and the step before which it arrives."""
 
     shown: str
-    """The prompt as the reader sees it: without the chat template around it."""
+    """The prompt to display, without the chat template around it."""
     prompt: list[int]
     params: SamplingParams | BeamSearchParams
     step: int = 0
@@ -49,30 +50,30 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class DemoRun:
-    """What came of one run of the engine."""
+    """The results of one run of the engine."""
 
     outputs: list[RequestOutput]
-    """In order of arrival."""
+    """The outputs, in the order in which the requests arrived."""
     story: list[str]
     events: list[Event]
     state: State
-    """After the last event."""
+    """The state after the last event."""
     measures: Measures
     runner: Runner
-    """With its KV cache, as the run has left it."""
+    """The engine's runner, with the KV cache as the run left it."""
 
 
 class DemoServing:
-    """An engine and the requests that are to arrive: served one step at a time (continuous batching).
+    """An engine with requests to serve, one step at a time (continuous batching).
 
-    `max_steps`: cancel what is unfinished after so many.
+    `max_steps`: cancel unfinished requests after this number of steps.
     """
 
     def __init__(self, engine: Engine, arrivals: Iterable[Arrival], max_steps: int | None = None) -> None:
         self.questions: dict[str, str] = {}
-        """The prompts of those that have arrived, as a reader wants them."""
+        """The prompts to display for requests that have arrived, by request id."""
         self.seconds = 0.0
-        """That the engine has taken."""
+        """Seconds that the engine has run."""
         self._engine = engine
         self._coming = deque(arrivals)
         self._max_steps = max_steps
@@ -81,11 +82,11 @@ class DemoServing:
 
     @property
     def outputs(self) -> list[RequestOutput]:
-        """Of the requests that have ended, in order of arrival."""
+        """The outputs of the finished requests, in order of arrival."""
         return [self._outputs[name] for name in self.questions if name in self._outputs]
 
     def advance(self) -> bool:
-        """Add each request whose step has come, then run one step; False when there is nothing left to do."""
+        """Add the requests that arrive now, then run one step. Returns False if there was nothing left to do."""
         if self._step == self._max_steps:
             self._coming.clear()
             for name in self._engine.unfinished_requests:
@@ -104,7 +105,7 @@ class DemoServing:
 
 
 class HandedOver(DemoServing):
-    """Requests whose prompts another engine computes first: each goes on here when it is done there."""
+    """An engine that continues requests after another engine has computed their prompts."""
 
     def __init__(
         self, engine: Engine, arrivals: Sequence[Arrival], prefilling: DemoServing, max_steps: int | None
@@ -115,7 +116,7 @@ class HandedOver(DemoServing):
         self._passed: set[str] = set()
 
     def advance(self) -> bool:
-        """A step of either engine."""
+        """Run a step of both engines. Returns False if neither had anything left to do."""
         goes_on = self._prefilling.advance()
         names = list(self._prefilling.questions)
         for output in self._prefilling.outputs:
@@ -127,7 +128,7 @@ class HandedOver(DemoServing):
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The model, and what the user chose for every scene (None: the scene's own)."""
+    """The model, and the user's settings for all scenes (None: each scene's own setting)."""
 
     model: LoadedModel
     seed: int = 0
@@ -136,9 +137,9 @@ class Stage:
     allocator: Callable[[int], BlockAllocator] | None = None
     max_steps: int | None = None
     prompts: tuple[str, ...] = ()
-    """The user's own."""
+    """The user's own prompts."""
     player: Player | None = None
-    """Shows the runs; None: they are run without being watched."""
+    """The player that shows the runs. None: they run without being shown."""
     kv_cache_dtype: KVCacheDtype = "auto"
     tensor_parallel_size: int = 1
 
@@ -148,13 +149,13 @@ class Stage:
 
     @property
     def bytes_per_token(self) -> int:
-        """That its keys and values take."""
+        """The bytes of one token's keys and values."""
         return self.model.block_bytes(1, self.kv_cache_dtype, self.tensor_parallel_size)
 
     @property
     def tokenizer(self) -> Tokenizer:
         if self.model.tokenizer is None:
-            raise ModelError(f"{self.model.folder} holds no tokenizer.json, and the demo shows text; put it there")
+            raise ModelError(f"{self.model.folder} holds no tokenizer.json, which the demo needs; put it there")
         return self.model.tokenizer
 
     def run(
@@ -170,11 +171,11 @@ class Stage:
         ranks: Sequence[str] = (),
         **options: Any,
     ) -> DemoRun:
-        """Serve the arrivals (in order of their steps) with an engine of these sizes. `options`: those of LLM.
+        """Serve the arrivals (in order of their steps) with an engine of these sizes. `options` go to LLM.
 
-        `topics`: what to tell of it in lines, and how often at most. `shown_as`: its name
-        on the screen, where a scene has several. `paced`: whether it is to be watched slowly. `ranks`: a pool is drawn
-        for each of these.
+        `topics`: the topics of the story, each with its largest number of lines. `shown_as`: the run's name on the
+        screen, if the scene has several runs. `paced`: whether to play it at the pace of a viewer. `ranks`: labels of
+        ranks; a pool is drawn for each.
         """
         timeline, events = Timeline(), list[Event]()
         llm = self._llm([events.append, timeline.append], block_size=block_size, num_blocks=num_blocks, **options)
@@ -194,8 +195,11 @@ class Stage:
         connectors: tuple[KVConnector, KVConnector],
         **options: Any,
     ) -> tuple[DemoRun, DemoRun]:
-        """Two engines, with a connector each: one computes the prompts, and chooses one token each; the other has them
-        when that is done, and goes on. Both pools are drawn; the time that is shown is the second one's."""
+        """Serve the arrivals with two engines, each with one of the connectors.
+
+        The first engine computes the prompts and chooses one token for each. The second engine then continues the
+        requests. Both pools are drawn; the time shown is that of the second engine.
+        """
         names = ("prefilling", "decoding")
         timeline, before = Timeline(), State()
         first, second = list[Event](), list[Event]()
@@ -223,7 +227,7 @@ class Stage:
             tensor_parallel_size=self.tensor_parallel_size,
             max_model_len=self.max_model_len,
             allocator=self.allocator,
-            async_scheduling=False,  # the story is told step by step
+            async_scheduling=False,  # the story describes one step after another
             listeners=listeners,
             **options,
         )
@@ -231,7 +235,7 @@ class Stage:
     def _run_of(
         self, name: str, llm: LLM, serving: DemoServing, events: list[Event], topics: Mapping[Topic, int]
     ) -> DemoRun:
-        """What came of it."""
+        """The results of a finished run."""
         state = State()
         for event in events:
             state.apply(event)
@@ -239,12 +243,13 @@ class Stage:
         return DemoRun(serving.outputs, story(events, topics), events, state, measures, llm.engine.runner)
 
     def played_by(self, player: Player | None) -> Stage:
-        """The same stage, watched by that player."""
+        """A copy of the stage with this player."""
         return replace(self, player=player)
 
     def in_one_process(self, tensor_parallel_size: int) -> Stage:
-        """The same stage with so many ranks on the reference tier: all in one process, where they can be looked at."""
-        from minipaged.llm import LoadedModel
+        """A copy of the stage with this number of ranks on the reference tier, all in this process, where their caches
+        can be read."""
+        from minipaged.setup.loaded_model import LoadedModel
 
         model = self.model
         if model.tier.name != "reference":
@@ -252,7 +257,7 @@ class Stage:
         return replace(self, model=model, tensor_parallel_size=tensor_parallel_size)
 
     def warm_up(self) -> None:
-        """Compile whatever the tier compiles, which may take a while and be told on stderr."""
+        """Compile the tier's kernels, which may take a while and print messages on stderr."""
         from minipaged.llm import LLM
 
         LLM(
@@ -267,11 +272,11 @@ class Stage:
     # --- Sizes ------------------------------------------------------------------------------------
 
     def block_size_or(self, own: int) -> int:
-        """The user's block size, or else the scene's own."""
+        """The user's block size, or the scene's own if there is none."""
         return own if self.block_size is None else Settings(block_size=self.block_size).block_size
 
     def blocks_of(self, slots: int, block_size: int) -> int:
-        """The user's number of blocks, or else as many as hold `slots` tokens."""
+        """The user's number of blocks, or the number that holds `slots` tokens."""
         if self.num_blocks is not None:
             return self.num_blocks
         return -(-slots // block_size)  # rounded up
@@ -279,13 +284,13 @@ class Stage:
     # --- Prompts ----------------------------------------------------------------------------------
 
     def complete(self, text: str, params: SamplingParams | BeamSearchParams, step: int = 0) -> Arrival:
-        """A text to go on with."""
+        """An arrival with a text to be continued."""
         return Arrival(text, self._fit(self.tokenizer.encode(text)), params, step)
 
     def ask(
         self, question: str, params: SamplingParams | BeamSearchParams, step: int = 0, system: str | None = None
     ) -> Arrival:
-        """A question to answer, in the model's chat format where it has one."""
+        """An arrival with a question to be answered, in the model's chat format if it has one."""
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": question})
         try:
@@ -295,7 +300,7 @@ class Stage:
         return Arrival(question, self._fit(prompt), params, step)
 
     def tokens(self, wanted: int) -> int:
-        """Tokens to generate: as many as wanted, or half of what a small model can take."""
+        """The number of tokens to generate: `wanted`, but at most half of max_model_len."""
         return min(wanted, self.max_model_len // 2)
 
     def _fit(self, prompt: list[int]) -> list[int]:

@@ -1,10 +1,10 @@
-"""A terminal that is drawn on and listened to, and left exactly as it was found.
+"""A terminal that shows pictures and reads keys, and is restored exactly afterwards.
 
 Inside `with Terminal(...)` the alternate screen is shown, without a cursor, and keys are read as they are pressed.
-Whatever ends the block (the end of the show, an exception, Ctrl-C, a signal that asks to terminate, Ctrl-Z until the
-process goes on) puts everything back first. Only lines that have changed are written.
+The terminal is restored at every end of the block: the end of the show, an exception, Ctrl-C, a signal to terminate,
+or Ctrl-Z (until the process continues). Only lines that have changed are written.
 
-Needs a POSIX terminal. `is_live` says whether there is one; where there is none, nothing here is used.
+This needs a POSIX terminal. `is_live` says whether there is one; otherwise nothing in this module is used.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ KEYS: dict[bytes, Key] = {
     b"Q": "q",
 }
 BEGUN = (b"\x1b", b"\x1b[", b"\x1bO")
-"""What an arrow begins with. The rest may come a little later, over a slow line; Escape alone is one of these too."""
+"""The beginnings of an arrow key's code. The rest may arrive later on a slow line. The Escape key is one of them."""
 BEGUN_SECONDS = 0.05
 SEVERAL_BYTES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|O.)", re.DOTALL)
-"""Another key that is several bytes long."""
+"""The code of any other key with several bytes."""
 ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l\x1b[2J"
-"""The alternate screen, no cursor, no wrapping of long lines, all clear."""
+"""Codes that show the alternate screen, hide the cursor, turn off line wrapping, and clear the screen."""
 LEAVE = "\x1b[0m\x1b[?7h\x1b[?25h\x1b[?1049l"
 RESIZE_SECONDS = 0.1
-"""How often the size is looked at while waiting for a key."""
+"""Seconds between checks of the terminal's size while waiting for a key."""
 
 
 def is_live(output: TextIO, console: Console) -> bool:
-    """Whether pictures can be drawn over each other here, and keys be read."""
-    both = (output, sys.stdin)  # None where they are closed
+    """Whether the output can be drawn on and keys can be read."""
+    both = (output, sys.stdin)  # None if they are closed
     return termios is not None and all(one and one.isatty() for one in both) and not console.is_dumb_terminal
 
 
@@ -87,27 +87,27 @@ class Terminal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave it half done
+        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the restoring
         self._give_back()
         signal.signal(signal.SIGINT, interrupt)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
-    # --- What a player needs of a screen ----------------------------------------------------------
+    # --- The player's Screen ----------------------------------------------------------------------
 
     def now(self) -> float:
         return time.perf_counter()
 
     def size(self) -> tuple[int, int]:
-        """Columns and lines."""
+        """The number of columns and lines."""
         try:
             columns, lines = os.get_terminal_size(self._output.fileno())
         except OSError:
             return 80, 24
-        return columns or 80, lines or 24  # a terminal that does not know says nought
+        return columns or 80, lines or 24  # a terminal of unknown size reports 0
 
     def show(self, frame: Frame) -> None:
-        """Draw a frame: the lines that differ from what is there."""
+        """Draw a frame by writing the lines that have changed."""
         lines = frame.ansi(self.colors)
         if self._size != self.size():
             self._size, self._shown = self.size(), []
@@ -116,7 +116,7 @@ class Terminal:
         self._shown = lines
 
     def key(self, seconds: float) -> Key | None:
-        """The next key, waiting for it at most so long; "resize" when the terminal has another size now."""
+        """Wait at most `seconds` for a key. Returns "resize" if the terminal has a new size, and None for no key."""
         until = time.perf_counter() + seconds
         while True:
             if self._pressed and not (self._pressed in BEGUN and self._read(BEGUN_SECONDS)):
@@ -125,7 +125,7 @@ class Terminal:
                 return "resize"
             left = until - time.perf_counter()
             if self._read(max(0.0, min(left, RESIZE_SECONDS))):
-                if not self._pressed:  # whoever was typing has gone
+                if not self._pressed:  # the input was closed
                     return "q"
             elif left <= 0:
                 return None
@@ -133,14 +133,14 @@ class Terminal:
     # --- Inside -----------------------------------------------------------------------------------
 
     def _read(self, seconds: float) -> bool:
-        """Whether there was anything to read within so many seconds."""
+        """Read pressed keys. Returns False if there were none within `seconds`."""
         if not select.select([sys.stdin], [], [], seconds)[0]:
             return False
         self._pressed += os.read(sys.stdin.fileno(), 64)
         return True
 
     def _take_key(self) -> Key:
-        """The first key of what was typed."""
+        """Remove and return the first key that was pressed."""
         for code in sorted(KEYS, key=len, reverse=True):
             if self._pressed.startswith(code):
                 self._pressed = self._pressed[len(code) :]
@@ -156,14 +156,14 @@ class Terminal:
         self._shown = []
 
     def _give_back(self) -> None:
-        with suppress(OSError, termios.error):  # the terminal itself may have gone
+        with suppress(OSError, termios.error):  # the terminal may be closed
             termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._before)
         with suppress(OSError):
             self._output.write(LEAVE)
             self._output.flush()
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)  # by way of __exit__
+        sys.exit(128 + number)  # this runs __exit__
 
     def _suspend(self, number: int, frame: FrameType | None) -> None:
         self._give_back()
@@ -172,10 +172,10 @@ class Terminal:
         signal.signal(signal.SIGTSTP, self._suspend)
         self._before = termios.tcgetattr(sys.stdin)
         self._take()
-        self._size = (0, 0)  # draw anew
+        self._size = (0, 0)  # so that everything is drawn again
 
 
 def color_system(console: Console) -> ColorSystem | None:
-    """The colours that this console has, as rich found out; None for no escape sequences at all."""
+    """The colours that rich has detected for this console; None if it has no escape sequences."""
     names = {"standard": ColorSystem.STANDARD, "256": ColorSystem.EIGHT_BIT, "truecolor": ColorSystem.TRUECOLOR}
     return names.get(console.color_system or "", ColorSystem.STANDARD if console.is_terminal else None)

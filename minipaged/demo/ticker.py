@@ -1,4 +1,4 @@
-"""A run in plain lines: the first few of each kind of thing that happened, for where there is no picture."""
+"""Describe a run in plain lines: the first few events of each topic, for outputs without pictures."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ LEFT_OUT: dict[Topic, str] = {
     "return": "more requests came back",
     "fail": "more steps failed",
 }
-"""What can be told in plain lines, and what to call the rest where only the first few are."""
+"""The topics for plain lines, each with a name for the events that are left out."""
 
 
 def story(events: Iterable[Event], topics: Mapping[Topic, int]) -> list[str]:
-    """A run in plain lines. `topics`: what to tell, and how often at most."""
+    """A run in plain lines. `topics`: the topics to describe, each with its largest number of lines."""
     timeline, told, lines = Timeline(events), Counter[Topic](), list[str]()
     while not timeline.at_end:
         sentence = tell(timeline.state, timeline.next_event())
@@ -44,7 +44,7 @@ def story(events: Iterable[Event], topics: Mapping[Topic, int]) -> list[str]:
 
 
 def printable(text: str) -> str:
-    """Without what a terminal would take for a command."""
+    """The text with all characters replaced that a terminal could take for a command."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in text)

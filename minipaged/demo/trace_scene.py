@@ -1,8 +1,8 @@
 """The trace scene: thousands of requests of a real service against a simulated machine (paper, section 6).
 
-What the other scenes show of a handful of requests is here a matter of numbers: how full the pool is, how long the
-queue, how many are preempted, and what the same load would waste if every request reserved `max_model_len` slots. The
-engine is the real one; what it runs on is `minipaged/simulation/simulated.py`.
+The other scenes show single requests; this one shows numbers: the use of the pool, the length of the queue, the number
+of preemptions, and the memory that the same load would waste if every request reserved `max_model_len` slots. The
+engine is the real one; it runs on the simulated machine of `minipaged/simulation/simulated.py`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from minipaged.simulation.traces import TraceReplay, TraceSummary, read_trace
 WIDTH = 80
 BAR_CELLS = 20
 ROWS = 12
-"""Lines printed while the trace runs."""
+"""The number of lines printed while the trace runs."""
 END = object()
-"""Of the steps."""
+"""A marker for the end of the steps."""
 
 
 def play_trace(
@@ -46,13 +46,13 @@ def play_trace(
     record: Path | None = None,
     json_output: bool = False,
 ) -> TraceSummary:
-    """Replay the first `num_requests` of the trace and print what happens; `json_output`: only the summary, as JSON.
-    In a terminal it is shown live, and told afterwards: as fast as the engine goes, or at a `speed` to follow it.
+    """Replay the first `num_requests` of the trace, print the progress, and return a summary.
 
-    Raises InvalidRequest for a trace that cannot be read and for sizes out of range.
+    A terminal shows the run live, as fast as the engine or at the given `speed`, and then the summary. `json_output`:
+    print only the summary, as JSON. Raises InvalidRequest if the trace cannot be read or a size is out of range.
     """
     if json_output and record:
-        raise InvalidRequest("--record draws the trace, and --json prints its summary alone; choose one")
+        raise InvalidRequest("--record draws the trace, but --json prints only its summary; choose one")
     if num_requests < 1:
         raise InvalidRequest(f"requests is {num_requests}; it must be 1 or more")
     requests = read_trace(trace)[:num_requests]
@@ -88,7 +88,7 @@ def play_trace(
         except (NextScene, Quit):
             return replay.summary()
     elif record:
-        raise InvalidRequest("--record with --scene trace records what is shown in a terminal, and this is none")
+        raise InvalidRequest("--record with --scene trace needs a terminal, and this is none; leave --record out")
     else:
         print(*_opening(replay, len(requests), span), sep="\n", flush=True)
     while advance():
@@ -110,7 +110,7 @@ def play_trace(
 
 
 def _watch(one: Player, replay: TraceReplay, advance: Callable[[], bool], *, paced: bool) -> None:
-    """Live. The words are all the same, so none are shown."""
+    """Show the replay live. The trace has no words, so none are shown."""
     timeline = Timeline()
     replay.engine.listeners.append(timeline.append)
     watch = "Watch the pool: it fills until a block is missing, and then the latest to come is preempted (section 4.5)."
@@ -123,9 +123,9 @@ def _opening(replay: TraceReplay, num_requests: int, span: float) -> Iterator[st
     config, machine = replay.engine.config, replay.machine
     yield from _wrap(
         f"{num_requests:,} requests of the trace, which arrive within {span:,.0f} s, on the real engine and a "
-        f"simulated machine: {machine.name}, of which only the costs are computed. Its pool has {config.num_blocks:,} "
-        f"blocks of {config.block_size} tokens. Watch the pool: it fills until a block is missing, and then somebody "
-        "is preempted (section 4.5)."
+        f"simulated machine ({machine.name}): only its costs are computed. Its pool has {config.num_blocks:,} blocks "
+        f"of {config.block_size} tokens. Watch the pool: it fills until a block is missing, and then the latest to "
+        "come is preempted (section 4.5)."
     )
     yield ""
     numbers = f"{'second':>8} {'served':>7} {'waiting':>8} {'running':>8}"

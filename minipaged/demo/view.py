@@ -1,17 +1,18 @@
-"""A state, drawn: the memory map of a run for a terminal of any size.
+"""Draw a state: the memory map of a run, for a terminal of any size.
 
-    what it is, and what to watch for
-    device memory     a tile a block: its sequence's letter and colour, as much of it solid as slots are filled
-    block tables      a line a sequence: which block holds its logical block 0, 1, 2 ...; then its words
-    paged, contiguous the slots that are taken beside those that a contiguous cache would have reserved
-    queues            which requests run, wait, or are swapped out
+    title, and a hint on what to watch for
+    device memory     a tile per block: its sequence's letter and colour; the filled part of the block is solid
+    block tables      a line per sequence: the blocks of its logical blocks 0, 1, 2 ...; then its words
+    paged, contiguous the slots taken, compared with the slots that a contiguous cache would have reserved
+    queues            the requests that run, wait, or are swapped out
     what happened     the last sentences of the ticker
     keys
 
-A tile's letter says whose block it is and `×3` that three hold it (its reference count). Nothing relies on colour
-alone, nor on the background: tiles are drawn in reverse, in colours that stand out from black and from white.
+A tile's letter names the sequence that holds the block; `×3` means that three sequences hold it (its reference count).
+Nothing relies on colour alone or on the background: tiles are in reverse video, in colours that stand out from black
+and from white.
 
-`StateView.frame` makes a `Frame`, which rich can print, and which knows its lines as they are written to a terminal.
+`StateView.frame` makes a `Frame`, which rich can print, or which gives its lines with escape sequences.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from minipaged.replay.teller import Sentence
 Line = list[Segment]
 
 COLORS = (33, 166, 28, 127, 30, 160, 99, 130, 67, 162, 100, 65)
-"""Of the 256: neither light nor dark, and neighbours unlike."""
+"""Colours of a 256-colour terminal: neither light nor dark, with neighbours that look different."""
 BASIC_COLORS = (4, 3, 2, 5, 6, 1)
-"""Where there are 16: those that are not black, white or grey."""
+"""Colours of a 16-colour terminal that are not black, white or grey."""
 GLOSSARY = (
     ("block", "room for the keys and values of a few tokens"),
     ("block table", "which blocks a sequence has, in the order of its tokens"),
@@ -45,7 +46,7 @@ GLOSSARY = (
     ("copy-on-write", "who writes into a shared block gets a copy first"),
     ("preemption", "when blocks run out, the latest that runs gives up its own"),
 )
-"""Shown while there is nothing else to show."""
+"""Terms to explain while there is nothing else to show."""
 PLAIN = Style()
 BOLD = Style(bold=True)
 DIM = Style(dim=True)
@@ -53,51 +54,51 @@ BLOCKS_OF_EIGHT = "▁▂▃▄▅▆▇█"
 ASCII = str.maketrans(
     {"─": "-", "│": "|", "·": ".", "×": "x", "→": ">", "←": "<", "▸": ">", "…": "~", "░": ":", "▪": "o", "█": "#"}
 )
-"""What to draw where the terminal's encoding has no such signs. (The eighths are all drawn as #.)"""
+"""Replacements for signs that the terminal's encoding lacks. (All eighths become #.)"""
 ASCII |= dict.fromkeys(map(ord, BLOCKS_OF_EIGHT), "#")
 
 
 @dataclass(frozen=True, slots=True)
 class Caption:
-    """What is told beside the state."""
+    """The texts around the state."""
 
     title: str = ""
     watch: str = ""
-    """One sentence: what to watch for."""
+    """A sentence that says what to watch for."""
     run: str = ""
-    """Which run of the scene it is."""
+    """The name of the run within the scene."""
     measured: tuple[str, ...] = ()
-    """In place of the ticker, when the scene is over."""
+    """The measurements at the end of a scene, which replace the ticker."""
     ranks: tuple[str, ...] = ()
-    """What each keeps of every block, where a model is in parts: the pool is drawn for each of them."""
+    """A label for each rank of a model in parts, such as its KV heads. A pool is drawn for each rank."""
     beside: State | None = None
-    """Of another engine, where there are two: then `ranks` are their names, and its pool is the first."""
+    """The state of the first of two engines, whose pool is drawn first. `ranks` are then the engines' names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A sentence of the ticker, and when it was said."""
+    """A sentence of the ticker, with its position in the run."""
 
     position: int
-    """The number of events before it, its own included."""
+    """The number of events up to and including the one that the sentence describes."""
     step: int
     sentence: Sentence
 
 
 @dataclass(frozen=True, slots=True)
 class PlayerStatus:
-    """Where the player is."""
+    """The player's position in the run."""
 
     position: int = 0
     total: int = 0
     paused: bool = False
     keys: str = ""
-    """The line of keys; empty where there is nobody to press them."""
+    """The line that explains the keys; empty if there is no user to press them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One screen: as many lines as it is high, each as wide as it is."""
+    """The picture of one screen: its lines, all `width` columns wide."""
 
     width: int
     lines: list[Line]
@@ -108,7 +109,7 @@ class Frame:
             yield Segment.line()
 
     def ansi(self, color_system: ColorSystem | None) -> list[str]:
-        """The lines with their escape sequences; None for no terminal: the text alone."""
+        """The lines with escape sequences, or the text alone if `color_system` is None."""
         return [
             "".join((style or PLAIN).render(text, color_system=color_system) for text, style, _ in line)
             for line in self.lines
@@ -120,21 +121,21 @@ class Frame:
 
 
 BEHIND = 12
-"""Tokens that are decoded before those that are shown: a character may begin in them."""
+"""The number of tokens to decode before the first one shown, because a character may begin in them."""
 
 
 @dataclass(slots=True)
 class StateView:
-    """Draws states. `decode` turns token ids into text (None: they are shown as numbers)."""
+    """Draws states. `decode` converts token ids to text (None: they are shown as numbers)."""
 
     decode: Decode | None = None
     colors: Sequence[int] = COLORS
-    """Taken in turn by the letters; empty: no colours."""
+    """The colours of the sequences' letters, in turn; empty: no colours."""
     unicode: bool = True
     questions: Mapping[str, str] = field(default_factory=dict)
-    """The prompt of a request as a reader wants it: without the chat template around it."""
+    """The prompt to display for each request, without the chat template around it."""
     _words: Callable[..., str] = field(init=False)
-    """The text of tokens, and of tokens behind others."""
+    """A cached function for the text of tokens, optionally given the tokens before them."""
 
     def __post_init__(self) -> None:
         decode = self.decode or (lambda tokens: "".join(f" {token}" for token in tokens))
@@ -147,7 +148,7 @@ class StateView:
     def frame(
         self, state: State, width: int, height: int, caption: Caption, notes: Sequence[Note], status: PlayerStatus
     ) -> Frame:
-        """Draw the state. `notes`: the latest last."""
+        """Draw the state. `notes`: the sentences of the ticker, oldest first."""
         roomy = height >= 34
         head = [self._title(state, width, caption, status), *_watch(caption, width, 3 if roomy else 2)]
         keys = [[Segment(f" {status.keys}", DIM)]] if status.keys else []
@@ -166,9 +167,9 @@ class StateView:
         blank: list[Line] = [[]] if roomy else []
         tables += [[] for _ in range(room - len(memory) - len(tables))]
         lines = [*head, *blank, *memory, *tables, *low, *blank, *news, *keys]
-        if len(lines) > height:  # a very low terminal: what happened and the keys are worth more than the rest
+        if len(lines) > height:  # in a very low terminal the ticker and the keys take precedence
             lines = [*lines[: max(0, height - len(news) - len(keys))], *news, *keys][:height]
-        # Names, reasons and prompts are somebody else's: none of them may be a terminal's command.
+        # Names, reasons and prompts come from outside, and must not contain commands for the terminal.
         as_text = printable if self.unicode else _ascii
         lines = [[Segment(as_text(text), style) for text, style, _ in line] for line in lines]
         lines = [Segment.adjust_line_length(line, width) for line in lines]
@@ -188,7 +189,7 @@ class StateView:
     # --- Memory -----------------------------------------------------------------------------------
 
     def _memory(self, state: State, width: int, rows: int, touched: Sentence | None) -> list[Line]:
-        """Header, tiles and legend in at most so many rows: the device's, and the host's beside them."""
+        """The header, tiles and legend of the device's pool, and the host's to the right, in at most `rows` rows."""
         pool, host = state.device, state.host
         cached = [f"{state.num_cached_only} cached"] if state.cached else []
         counts = ", ".join([f"{len(pool.holders)} held", *cached, f"{state.num_free} free"])
@@ -213,8 +214,8 @@ class StateView:
     def _pools(
         self, states: Sequence[State], width: int, rows: int, touched: Sentence | None, ranks: Sequence[str]
     ) -> list[Line]:
-        """Pools side by side: the same blocks on each rank, which follow one block table; or those of two engines. What
-        has just happened is about the last one's."""
+        """The pools of several ranks, which share one block table, or of two engines, side by side. Only the last
+        pool marks the blocks of the latest event."""
         each = max(1, (width - 3 * (len(ranks) - 1)) // len(ranks))
         legend_rows = 1 if rows > 4 else 0
         pools: list[list[Line]] = []
@@ -228,7 +229,7 @@ class StateView:
         return [*lines, [Segment(f" {legend}", DIM)]] if legend_rows else lines
 
     def _grid(self, state: State, pool: PoolState, width: int, rows: int, touched: set[int]) -> tuple[list[Line], str]:
-        """The blocks of one pool in at most so many rows, and what the signs mean."""
+        """The blocks of one pool in at most `rows` rows, and a legend for the signs."""
         total, used = pool.num_blocks, pool.highest + 1
         digits = len(str(total)) + 1
         for tile in (16, 8, 4, 3, 2):
@@ -236,7 +237,7 @@ class StateView:
             cropped = [min(total, _round_up(used + per_row // 2, per_row))] if tile <= 4 else []
             for shown in (total, *cropped):
                 more = shown < total
-                most = rows if tile <= 4 else rows * 3 // 5  # large tiles are pretty, but words are worth more
+                most = rows if tile <= 4 else rows * 3 // 5  # large tiles must leave room for the words
                 if per_row and -(-shown // per_row) + more <= most:
                     lines = [
                         [
@@ -267,7 +268,7 @@ class StateView:
         return "  ".join([*parts, "· free", "▸ just now"])
 
     def _tiles(self, state: State, pool: PoolState, blocks: Iterable[int], width: int, touched: set[int]) -> Line:
-        """A row of tiles, with a mark before those that the last sentence is about."""
+        """A row of tiles, with a mark before each block of the latest event."""
         line: Line = []
         for block in blocks:
             line.append(Segment("▸", BOLD) if block in touched else Segment(" ", DIM))
@@ -297,7 +298,7 @@ class StateView:
         return tile
 
     def _cell(self, state: State, pool: PoolState, blocks: range) -> Segment:
-        """Several blocks as one sign."""
+        """One sign for several blocks."""
         held = [block for block in blocks if block in pool.holders]
         if not held:
             cached = pool is state.device and any(block in state.cached for block in blocks)
@@ -310,7 +311,7 @@ class StateView:
         return Segment(BLOCKS_OF_EIGHT[-(-len(held) * 8 // len(blocks)) - 1], PLAIN)
 
     def style(self, letter: str) -> Style:
-        """The colour of a sequence."""
+        """The style of a sequence, given its letter."""
         place = LETTERS.find(letter)
         if place < 0 or not self.colors:
             return PLAIN
@@ -346,20 +347,20 @@ class StateView:
         return lines[: max(0, rows)]
 
     def _sequence(self, sequence: LiveSequence, table: Line, width: int, rows: int, widest: int) -> list[Line]:
-        """Table, and the words below it; beside it where there is but one row."""
+        """The block table of a sequence, with its words below, or to the right if there is only one row."""
         head = [Segment(" "), Segment(f" {sequence.letter} ", self.style(sequence.letter) + REVERSED), Segment(" ")]
         style = DIM if sequence.ended else PLAIN
         if rows == 1:
             words = self._text(sequence, width - 8 - widest)
             return [[*head, *Segment.adjust_line_length(table, widest), Segment("  "), Segment(words, style)]]
-        most = rows - 1 - (rows > 3)  # and an empty line, where there is room
+        most = rows - 1 - (rows > 3)  # leave an empty line if there is room
         words = self._text(sequence, most * (width - 8))
         wrapped = _wrap_cells(words, width - 6)[-most:]
         lines = [[*head, *table], *([Segment(f"     {line}", style)] for line in wrapped)]
         return [*lines, *([] for _ in range(rows - len(lines)))]
 
     def _entries(self, state: State, sequence: LiveSequence, width: int) -> Line:
-        """The table as the numbers of its blocks, each with its reference count and the last with its filled slots."""
+        """The block numbers of a block table with their reference counts, and the filled slots of the last block."""
         size = state.block_size
         if sequence.ended:
             return [Segment(f"has ended: {len(sequence.table)} blocks given back", DIM)]
@@ -384,7 +385,7 @@ class StateView:
         return [*line, Segment(tail, DIM)]
 
     def _text(self, sequence: LiveSequence, width: int) -> str:
-        """The end of its text, the question before it."""
+        """The end of a sequence's text, after the question if there is room."""
         kept = sequence.output[-max(40, width // 2) :]
         cut = len(kept) < len(sequence.output)
         text = self._words(tuple(kept), tuple(sequence.tokens[: len(sequence.tokens) - len(kept)][-BEHIND:])).strip()
@@ -397,7 +398,7 @@ class StateView:
         return _end(text, width)
 
     def _one_table(self, state: State, sequence: LiveSequence, width: int, rows: int) -> list[Line]:
-        """With a single sequence there is room to draw its table as in Fig. 6, tokens included."""
+        """The block table of a single sequence as in Fig. 6, with the tokens in each block."""
         size, style = state.block_size, self.style(sequence.letter)
         words = "its words" if self.decode else "its token ids"
         lines: list[Line] = [[Segment(f"   logical    block   filled   refs   {words}", DIM)]]
@@ -424,7 +425,8 @@ class StateView:
     # --- Bars and queues --------------------------------------------------------------------------
 
     def _bars(self, state: State, width: int) -> list[Line]:
-        """Slots taken now: with paging, and with a contiguous cache that reserves the longest for every sequence."""
+        """Bars of the slots taken now, with paging and with a contiguous cache that reserves max_model_len for each
+        sequence."""
         pool, size = state.device, state.block_size
         slots = max(1, pool.num_blocks * size)
         held = len(pool.holders) * size
@@ -485,7 +487,7 @@ class StateView:
         return [line]
 
     def _request(self, request: LiveRequest) -> Line:
-        """Its letters, or its id before it has any."""
+        """The letters of a request's sequences, or its id before they have any."""
         letters = [s.letter for s in request.sequences if s.letter]
         return [Segment(letter, self.style(letter) + BOLD) for letter in letters] or [Segment(request.name)]
 
@@ -520,7 +522,7 @@ class StateView:
 
 
 def changes(lines: list[str], shown: list[str]) -> str:
-    """What turns a screen that shows `shown` into one that shows `lines`: what differs; all of it in another size."""
+    """The output that changes a screen from `shown` to `lines`: the changed lines, or all lines if the size differs."""
     clear = "" if len(lines) == len(shown) else "\x1b[2J"
     return clear + "".join(
         f"\x1b[{row};1H{line}\x1b[0m\x1b[K"
@@ -549,7 +551,7 @@ def _rule(title: str, width: int) -> Line:
 
 
 def _beside(columns: Sequence[list[Line]], width: int) -> list[Line]:
-    """Columns of equally many lines, each but the last so wide."""
+    """Join columns with equal numbers of lines side by side. All but the last become `width` wide."""
     divider = Segment(" │ ", DIM)
     *others, last = columns
     lines = last
@@ -564,18 +566,18 @@ def _watch(caption: Caption, width: int, rows: int) -> list[Line]:
 
 
 def _spread(left: Line, right: Line, width: int) -> Line:
-    """One at the left edge, the other at the right one, which is cut last."""
+    """Put `left` at the left edge and `right` at the right edge. If there is too little room, `left` is cut first."""
     room = max(0, width - Segment.get_line_length(right) - 1)
     return [*Segment.adjust_line_length(left, room), Segment(" "), *right]
 
 
 def _merged(cells: list[Segment]) -> Line:
-    """Neighbours of one style as one piece: thousands of cells are a few hundred."""
+    """Merge neighbouring cells of the same style, which turns thousands of cells into a few hundred segments."""
     return list(Segment.simplify(cells))
 
 
 def _fitting(items: list[Segment], width: int) -> set[int]:
-    """Which items to show: all, or as many of the first and last as fit."""
+    """The indices of the items to show: all, or the last two and as many of the first as fit."""
     if sum(len(item.text) + 1 for item in items) <= width:
         return set(range(len(items)))
     kept: set[int] = set()
@@ -597,7 +599,7 @@ def _ascii(text: str) -> str:
 
 
 def _wrap_cells(text: str, width: int) -> list[str]:
-    """Lines of at most so many columns; `textwrap` counts characters, of which some are two columns wide."""
+    """Wrap text to lines of at most `width` columns. (`textwrap` counts characters, and some are two columns wide.)"""
     lines = [""]
     for word in text.split():
         for piece in chop_cells(word, max(2, width)):
@@ -610,7 +612,7 @@ def _wrap_cells(text: str, width: int) -> list[str]:
 
 
 def _beginning(text: str, width: int) -> str:
-    """As much of the text as fits, cut at its end."""
+    """The beginning of the text that fits `width` columns."""
     if cell_len(text) <= width:
         return text
     while text and cell_len(text) > width - 1:
@@ -619,7 +621,7 @@ def _beginning(text: str, width: int) -> str:
 
 
 def _end(text: str, width: int) -> str:
-    """As much of the text as fits, cut at its beginning."""
+    """The end of the text that fits `width` columns."""
     if cell_len(text) <= width:
         return text
     while text and cell_len(text) > width - 1:

@@ -1,1 +1,1 @@
-"""The serving engine around paged attention: tier-neutral, plain Python, no NumPy."""
+"""The serving engine around paged attention: independent of the tier, plain Python, no NumPy."""

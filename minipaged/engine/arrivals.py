@@ -1,5 +1,7 @@
-"""Requests that arrive: what one must be like to be taken (each check names the value, the limit and the way out), and
-how it is made."""
+"""Arriving requests: the checks that one must pass, and how a Request is made from one that does.
+
+Every error names the value, the limit and the way out.
+"""
 
 from __future__ import annotations
 
@@ -64,13 +66,13 @@ class Arrivals:
         output_kind: RequestOutputKind,
         priority: int,
     ) -> Request:
-        """Raises InvalidRequest when it could never be served."""
+        """Make a request. Raises InvalidRequest if it could never be served."""
         if isinstance(params, SamplingParams):
             prompt_token_ids = truncated(prompt_token_ids, params.truncate_prompt_tokens)
         check_prompt(prompt_token_ids, self._config)
         check_params(params, output_kind, self._config, has_tokenizer=self._decode is not None)
         check_priority(priority, self._scheduler.policy)
-        tokens = tuple(map(int, prompt_token_ids))  # NumPy's integers, for one, are not JSON
+        tokens = tuple(map(int, prompt_token_ids))  # NumPy's integers, for example, are not JSON
         room = self._config.max_model_len - len(tokens)
         request = Request(
             request_id=request_id,
@@ -95,12 +97,12 @@ class Arrivals:
             request.beam_search = self._beam_search(params, len(tokens), most, self._config.eos_token_ids)
         check_fits(request, self._config, self._scheduler.max_sequences, self._blocks)
         self._scheduler.asked.check_fits(request)
-        if request.sampling and request.sampling.params.seed is None:  # drawn only now: a refused request uses none up
+        if request.sampling and request.sampling.params.seed is None:  # drawn last: a refused request uses none up
             request.sampling = request.sampling._replace(seed=self._random.getrandbits(64))
         return request
 
     def _prepare_samples(self, request: Request, params: SamplingParams) -> None:
-        """What its sequences need that are sampled. Raises InvalidRequest where nothing could be chosen."""
+        """Set up what sampled sequences need. Raises InvalidRequest if no token could ever be chosen."""
         final = tuple(request.final_token_ids) if params.min_tokens else ()
         bad_words = tokens_of_words(params.bad_words, self._encode, self._config.vocab_size)
         request.sampling = Sampling(params, (params.seed or 0) & (2**64 - 1), 0, final, bad_words)
@@ -117,7 +119,7 @@ class Arrivals:
         if self._decode_as and not params.skip_special_tokens:
             shown = {} if params.spaces_between_special_tokens else {"spaces_between_special_tokens": False}
             request.decode = naming_failures(partial(self._decode_as, skip_special_tokens=False, **shown))
-        if request.decode and (params.stop or request.reads_along):  # its text is wanted as it grows
+        if request.decode and (params.stop or request.reads_along):  # its text is needed as it grows
             sequence.detokenizer = Detokenizer(
                 request.decode,
                 params.stop,
@@ -139,7 +141,7 @@ def check_prompt(prompt: Sequence[int], config: EngineConfig) -> None:
             + (" and num_blocks, which hold no more" if config.max_model_len == pool_tokens else "")
         )
     for position, token in enumerate(prompt):
-        if type(token) is int and 0 <= token < config.vocab_size:  # nearly always: the rest is slow
+        if type(token) is int and 0 <= token < config.vocab_size:  # the usual case; the checks below are slow
             continue
         if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token < config.vocab_size:
             raise InvalidRequest(
@@ -155,7 +157,7 @@ def check_params(
     *,
     has_tokenizer: bool,
 ) -> None:
-    """Raise InvalidRequest for parameters that go beyond this model."""
+    """Raise InvalidRequest for parameters that this model or engine does not allow."""
     if not isinstance(output_kind, RequestOutputKind):
         raise InvalidRequest(
             f"output_kind is {output_kind!r}; choose RequestOutputKind.DELTA or RequestOutputKind.FINAL_ONLY"
@@ -189,13 +191,14 @@ def check_params(
 
 
 def tokens_of_words(words: Sequence[str], encode: Encode | None, vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """The tokens of each word, at the beginning of a text and after a space: these may be other ones.
+    """Return the tokens of each word, at the start of a text and after a space, because the two may differ.
 
-    What has a token that the model does not know cannot be generated, and is left out. Raises InvalidRequest.
+    A word with a token that the model does not have cannot be generated and is left out. Raises InvalidRequest if there
+    is no tokenizer.
     """
     if words and encode is None:
         raise InvalidRequest("bad_words need a tokenizer, and this engine has none; use logit_bias")
-    found: dict[tuple[int, ...], None] = {}  # in order, each once
+    found: dict[tuple[int, ...], None] = {}  # in order, without duplicates
     for word in words:
         for text in (word.lstrip(" "), " " + word.lstrip(" ")):
             tokens = tuple(encode(text, add_special_tokens=False)) if encode else ()
@@ -205,7 +208,7 @@ def tokens_of_words(words: Sequence[str], encode: Encode | None, vocab_size: int
 
 
 def check_priority(priority: int, policy: Policy) -> None:
-    """Raise InvalidRequest unless it is a whole number, and one that the policy looks at; 0 is what all have."""
+    """Raise InvalidRequest for a priority that is no whole number, or that the policy would ignore (other than 0)."""
     if isinstance(priority, bool) or not isinstance(priority, Integral):
         raise InvalidRequest(f"priority is {priority!r}; it must be a whole number, and the smaller, the earlier")
     if priority and not looks_at_priority(policy):
@@ -216,8 +219,8 @@ def check_priority(priority: int, policy: Policy) -> None:
 
 
 def most_that_fits(request: Request, num_blocks: int, blocks: Memory) -> int:
-    """The tokens that each of the request's sequences can generate with the whole pool to themselves: no more than its
-    max_output_tokens, and 1 at least."""
+    """The most tokens that each of the request's sequences can generate with the whole pool to themselves. At least 1,
+    and at most the request's max_output_tokens."""
     of_one = copy.copy(request)
 
     def most_blocks(num_tokens: int) -> int:
@@ -228,7 +231,7 @@ def most_that_fits(request: Request, num_blocks: int, blocks: Memory) -> int:
 
 
 def check_fits(request: Request, config: EngineConfig, max_sequences: int, blocks: Memory) -> None:
-    """Raise InvalidRequest when the answer to admission is NEVER."""
+    """Raise InvalidRequest if the request could NEVER be admitted."""
     name = "beam_width" if request.beam_search else "n"
     if request.num_sequences > max_sequences:
         raise InvalidRequest(

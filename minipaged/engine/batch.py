@@ -1,4 +1,4 @@
-"""The plan of one step (which sequences run, and how many tokens each), and the step that is carrying it out."""
+"""The plan of one step (which sequences run, and how many tokens each), and the launched step that carries it out."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ class ScheduledRequest:
 
     request: Request
     work: list[tuple[SequenceState, int]]
-    """Each of its sequences that runs, with its number of query tokens."""
+    """The sequences that run, each with its number of query tokens."""
     completes: bool
-    """Whether every sequence of the request then has all its tokens computed, so that the next can be chosen."""
+    """Whether all tokens of all its sequences are computed after this step, so that the next ones can be chosen."""
     num_query_tokens: int = field(init=False)
     first_row: int = 0
-    """Its rows and its logits begin there (`Plan.lay_out`)."""
+    """The index of its first row in the plan (set by `Plan.lay_out`)."""
     first_logits: int = 0
+    """The index of its first row of logits."""
     num_choices: int = 0
-    """How many tokens are chosen for each of its sequences that runs, as in `steps.Row`."""
+    """The number of tokens to choose for each of its sequences that runs, as in `steps.Row`."""
 
     def __post_init__(self) -> None:
         self.num_query_tokens = sum(num_tokens for _, num_tokens in self.work)
 
     @property
     def decodes(self) -> bool:
-        """Whether all that it runs is the latest token of each of its sequences."""
+        """Whether it runs only the latest token of each of its sequences."""
         return self.completes and self.num_query_tokens == len(self.work)
 
     @property
     def num_sampled(self) -> int:
-        """How many tokens the step chooses for it."""
+        """The number of tokens that the step chooses for it."""
         return len(self.work) * max(0, self.num_choices)
 
     def choices(self) -> int:
-        """What `num_choices` is now."""
+        """Compute `num_choices`."""
         if not self.completes:
             return 0
         if self.request.beam_search is not None:
@@ -50,21 +51,21 @@ class ScheduledRequest:
 
 @dataclass(slots=True, eq=False)
 class Plan:
-    """What one step runs. (The block moves that go before it are with the block manager.)"""
+    """The work of one step. (The block manager has the block moves that precede it.)"""
 
     scheduled: list[ScheduledRequest]
     lane: int = 0
     num_query_tokens: int = field(init=False)
     rows: list[Row] = field(default_factory=list)
-    """What the runner is to compute."""
+    """The rows that the runner computes."""
     first_choices: list[int] = field(default_factory=list)
-    """Of those chosen in the step, where the tokens for each of `scheduled` begin."""
+    """The index, for each of `scheduled`, of its first token among those that the step chooses."""
 
     def __post_init__(self) -> None:
         self.num_query_tokens = sum(scheduled.num_query_tokens for scheduled in self.scheduled)
 
     def lay_out(self) -> None:
-        """Give each request its rows, choices and logits. Their slots are there already."""
+        """Give each request its rows, choices and logits. Its slots have already been taken."""
         num_choices_before = num_logits = 0
         for scheduled in self.scheduled:
             self.first_choices.append(num_choices_before)
@@ -77,7 +78,7 @@ class Plan:
             num_logits += len(scheduled.work) if num_choices else 0
 
     def work(self) -> Iterator[tuple[SequenceState, int]]:
-        """The sequence of each row, and how many tokens it runs."""
+        """The sequence of each row, with its number of tokens."""
         return (one for scheduled in self.scheduled for one in scheduled.work)
 
     def owners(self) -> Iterator[tuple[Request, SequenceState]]:
@@ -87,7 +88,7 @@ class Plan:
 
 @dataclass(slots=True, eq=False)
 class LaunchedStep:
-    """A step that the runner was given. It is *in flight* until the engine commits it: fetches its tokens."""
+    """A step that the runner has received. It is *in flight* until the engine commits it, which fetches its tokens."""
 
     number: int
     started: float

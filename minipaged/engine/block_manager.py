@@ -1,10 +1,11 @@
 """The block manager: every change of a block table goes through here (paper, section 4.3, the KV cache manager).
 
-It puts together the parts that know nothing of each other: the allocator of the device pool, the allocator of the
-host pool, the prefix cache, and the sequences' block tables. It decides nothing; the scheduler does. What it leaves
-behind for the runner are the block moves of the coming step.
+It connects parts that do not know each other: the allocator of the device pool, the allocator of the host pool, the
+prefix cache, and the sequences' block tables. It makes no decisions; the scheduler does. It records the block moves
+that the runner has to make before the coming step.
 
-Room is what is free plus what only the prefix cache holds; `_make_room` evicts just before blocks are taken.
+The available blocks are the free ones and those that only the prefix cache holds. `_make_room` evicts from the cache
+just before blocks are taken.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class BlockManager(Memory):
         writer: StepWriters,
         emit: Emit,
     ) -> None:
-        """`writer`: is told of every table that changes."""
+        """`writer` is notified of every table that changes."""
 
         def pool(num_blocks: int) -> BlockAllocator:
             if allocator is None and not config.debug:
@@ -59,9 +60,10 @@ class BlockManager(Memory):
         self.host_allocator = pool(config.num_swap_blocks) if config.num_swap_blocks else None
         self.prefix_cache = PrefixCache(config.block_size, self.allocator) if config.enable_prefix_caching else None
         self.num_entries = 0
-        """Block-table entries of all tables on the device, and `num_tokens`, the slots that they fill."""
+        """Block-table entries of all tables on the device."""
         self.num_tokens = 0
-        self._swap_out: list[CopyPair] = []  # the block moves since they were last taken
+        """Slots filled by all tables on the device."""
+        self._swap_out: list[CopyPair] = []  # block moves since the last `take_moves`
         self._swap_in: list[CopyPair] = []
         self._copy: list[CopyPair] = []
         self._debug = config.debug
@@ -69,7 +71,7 @@ class BlockManager(Memory):
         self._writer = writer
         self._emit = emit
 
-    # --- How much room there is -------------------------------------------------------------------
+    # --- Available blocks -------------------------------------------------------------------------
 
     @property
     def num_available(self) -> int:
@@ -82,12 +84,12 @@ class BlockManager(Memory):
         return self.prefix_cache.num_evictable if self.prefix_cache else 0
 
     def blocks_needed(self, work: Sequence[tuple[SequenceState, int]]) -> int:
-        """Blocks to take so that each of one request's sequences can run so many more tokens, copies included."""
+        """The blocks that this work of one request takes, copies included. `work`: sequences with numbers of tokens."""
         needed = sum(sequence.table.blocks_needed(num_tokens) for sequence, num_tokens in work)
         if len(work) < 2:
             return needed
-        # Only siblings share blocks that are not full. Where every holder of one writes into it, the last finds itself
-        # alone and needs no copy.
+        # Only sequences of one request share a block that is not full. If all its holders write into it, the last one
+        # finds itself the only holder and needs no copy.
         writers = Counter(
             (self._pool_of(sequence), sequence.table.blocks[-1])
             for sequence, num_tokens in work
@@ -98,12 +100,12 @@ class BlockManager(Memory):
         )
 
     def _pool_of(self, sequence: SequenceState) -> BlockAllocator:
-        """The allocator that the numbers in the sequence's table belong to."""
+        """The allocator of the blocks in the sequence's table."""
         return self.host_allocator if sequence.swapped and self.host_allocator else self.allocator
 
     def blocks_to_admit(self, request: Request) -> int:
-        """How many of the available blocks the waiting request takes for everything it has to run."""
-        if request.state is RequestState.SWAPPED:  # its blocks, and what its next step adds
+        """The number of available blocks that the waiting request takes for everything it has to run."""
+        if request.state is RequestState.SWAPPED:  # its blocks, and those that its next step adds
             needed = len(request.filled_slots(self.block_size))
             return needed + self.blocks_needed([(s, s.num_remaining) for s in request.sequences])
         needed = 0
@@ -112,12 +114,12 @@ class BlockManager(Memory):
             needed -= max((self._shared_blocks(sequence, s) for s in request.sequences[:i]), default=0)
         if self.prefix_cache and request.reads_prefix_cache:
             cached = self.prefix_cache.match(request.sequences[0].tokens)
-            # A cached block that nobody else holds is one of the available.
+            # A cached block that only the cache holds counts as available.
             needed -= sum(not self.prefix_cache.is_evictable(block) for block in cached)
         return needed
 
     def _shared_blocks(self, sequence: SequenceState, sibling: SequenceState) -> int:
-        """Full blocks that begin both sequences, leaving `sequence` at least one token to run."""
+        """The number of full blocks with which both sequences begin; `sequence` keeps at least one token to run."""
         most = min(len(sequence.tokens) - 1, len(sibling.tokens))
         common = min(most, len(sequence.tokens) - len(sequence.output_token_ids))  # the prompt is the same
         while common < most and sequence.tokens[common] == sibling.tokens[common]:
@@ -130,10 +132,10 @@ class BlockManager(Memory):
         return self._make_table(self.block_size, self.allocator)
 
     def begin(self, request: Request, sequence: SequenceState) -> None:
-        """Let an empty table begin with what is already computed: by the prefix cache or by a sibling.
+        """Start an empty table with blocks already computed, from the prefix cache or a sequence of the same request.
 
-        Siblings matter after recomputation: sequences that shared blocks before must share them again, or a request
-        that fitted the pool would not fit any more.
+        Sharing between a request's sequences matters after recomputation: those that shared blocks before must share
+        them again, or a request that fitted the pool would no longer fit.
         """
         may_match = self.prefix_cache and request.reads_prefix_cache
         blocks = self.prefix_cache.match(sequence.tokens) if self.prefix_cache and may_match else []
@@ -156,7 +158,7 @@ class BlockManager(Memory):
         self._emit(PrefixReused(sequence.sequence_id, tuple(blocks), source))
 
     def append(self, sequence: SequenceState, num_tokens: int) -> None:
-        """Slots for the sequence's next `num_tokens` tokens. Raises OutOfBlocks and changes nothing."""
+        """Take slots for the sequence's next `num_tokens` tokens. Raises OutOfBlocks, having changed nothing."""
         table = sequence.table
         start, held = table.num_tokens, len(table.blocks)
         self._make_room(table.blocks_needed(num_tokens))
@@ -177,7 +179,7 @@ class BlockManager(Memory):
             self._emit(TokensComputed(sequence.sequence_id, table.num_tokens, tuple(table.blocks[held:]), recomputed))
 
     def fork(self, request: Request, parent: SequenceState, child: SequenceState) -> None:
-        """`child` (whose table is empty) shares all blocks of `parent`."""
+        """Let `child`, whose table is empty, share all blocks of `parent`."""
         child.table = parent.table.fork()
         self._count(child, 1)
         child.num_published = parent.num_published
@@ -185,9 +187,9 @@ class BlockManager(Memory):
         self._emit(SequenceForked(request.request_id, parent.sequence_id, child.sequence_id))
 
     def publish(self, sequence: SequenceState, num_tokens: int) -> None:
-        """Make the blocks that the sequence's first `num_tokens` tokens have newly filled findable by others.
+        """Add to the prefix cache the blocks newly filled by the sequence's first `num_tokens` tokens.
 
-        The table may have more: slots of the step in flight, whose tokens are not all known or not computed yet.
+        The table may have more slots: those of the step in flight, whose tokens are not all known or computed yet.
         """
         num_full = num_tokens // self.block_size
         if not self.prefix_cache or num_full == sequence.num_published:
@@ -215,7 +217,7 @@ class BlockManager(Memory):
     # --- Giving back ------------------------------------------------------------------------------
 
     def free(self, sequence: SequenceState) -> None:
-        """Give back all blocks of the sequence, be they on the device or on the host."""
+        """Give back all blocks of the sequence, on the device or on the host."""
         blocks, num_tokens = tuple(sequence.table.blocks), sequence.table.num_tokens
         sequence.table.trim(0)
         sequence.most_computed = max(sequence.most_computed, num_tokens)
@@ -244,25 +246,25 @@ class BlockManager(Memory):
         )
 
     def swap_out(self, request: Request) -> None:
-        """Give the request host blocks for its device blocks. Raises OutOfBlocks and changes nothing."""
+        """Move the request from device blocks to host blocks. Raises OutOfBlocks, having changed nothing."""
         assert self.host_allocator is not None
         pairs = self._move(request, self.host_allocator)
         self._swap_out += pairs
         self._emit(SwappedOut(request.request_id, tuple(pairs)))
 
     def swap_in(self, request: Request) -> None:
-        """Give the request device blocks for its host blocks. Raises OutOfBlocks and changes nothing."""
+        """Move the request from host blocks to device blocks. Raises OutOfBlocks, having changed nothing."""
         self._make_room(len(request.filled_slots(self.block_size)))
         pairs = self._move(request, self.allocator)
         self._swap_in += pairs
         self._emit(SwappedIn(request.request_id, tuple(pairs)))
 
     def _move(self, request: Request, target: BlockAllocator) -> list[CopyPair]:
-        """Relocate all tables of the request; blocks that they share are moved once and stay shared."""
+        """Relocate all tables of the request. A block that several of them hold is moved once and stays shared."""
         blocks = list(request.filled_slots(self.block_size))
         pairs = list(zip(blocks, target.allocate_many(len(blocks)), strict=True))
         new = dict(pairs)
-        # `allocate` counts one holder of each; the other table entries that hold a block need references too.
+        # `allocate` counted one holder of each block; the other table entries that hold it need references too.
         holders = Counter(block for sequence in request.sequences for block in sequence.table.blocks)
         try:
             target.share_many(new[block] for block, count in holders.items() for _ in range(count - 1))
@@ -283,7 +285,7 @@ class BlockManager(Memory):
     # --- Before and after a step ------------------------------------------------------------------
 
     def take_moves(self) -> BlockMoves:
-        """The block moves recorded since the last call."""
+        """Return the block moves recorded since the last call."""
         poison: list[int] = []
         if self._debug and isinstance(self.allocator, CheckedAllocator):
             poison = sorted(self.allocator.touched)

@@ -1,8 +1,8 @@
-"""A guard around somebody else's block allocator: whatever breaks the contract is named at once.
+"""A wrapper around a block allocator that reports every breach of the contract immediately, by name.
 
-Every call is compared with counts of our own. A student's allocator that hands out a block twice, miscounts, or changes
-something while it raises gets an InvariantViolation with the invariant's name and what was expected. The engine puts
-it around every allocator that a user brings, and around its own when debugging.
+Every call is compared with counts kept here. If a student's allocator hands out a block twice, miscounts, or changes
+something in a call that raises, the wrapper raises InvariantViolation with the name of the invariant and what was
+expected. The engine wraps every allocator that a user brings, and its own when debugging.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ MEMBERS = ("num_blocks", "num_free", "allocate", "share", "free", "ref_count", "
 
 
 class CheckedAllocator(BlockAllocator):
-    """Any object with the single-block members, checked after each call. The `*_many` forms are the base class's."""
+    """A wrapper around an object with the single-block methods, which checks it after each call."""
 
     def __init__(self, num_blocks: int, make: Callable[[int], Any]) -> None:
-        """Makes the allocator itself, as `make(num_blocks)`."""
+        """Make the allocator to be checked, as `make(num_blocks)`."""
         unfinished: frozenset[str] = getattr(make, "__abstractmethods__", frozenset())
         _check_members(make, [member for member in ("__init__", *MEMBERS) if member in unfinished])
         self._inner = make(num_blocks)
@@ -31,7 +31,7 @@ class CheckedAllocator(BlockAllocator):
         self._num_blocks = num_blocks
         self._counts: dict[int, int] = {}
         self.touched: set[int] = set()
-        """Blocks allocated or wholly freed since this set was last cleared."""
+        """Blocks allocated or completely freed since this set was last cleared."""
         if self._inner.num_blocks != num_blocks:
             self._broken(
                 Invariant.CONSERVATION, f"num_blocks is {self._inner.num_blocks}, not {num_blocks} as asked for"
@@ -117,7 +117,7 @@ class CheckedAllocator(BlockAllocator):
             raise
 
     def _check_new(self, block: Any, call: str) -> int:
-        """`block` as an int (NumPy's integers are welcome), if it is one that was free."""
+        """Return `block` as an int (NumPy's integers are accepted) if it was free."""
         if isinstance(block, bool) or not isinstance(block, Integral) or not 0 <= int(block) < self._num_blocks:
             self._broken(Invariant.CONSERVATION, f"{call} returned {block!r}, not a block in range({self._num_blocks})")
         if block in self._counts:

@@ -1,8 +1,9 @@
-"""The commit: what a step has computed becomes part of the requests (paper, section 4.4).
+"""The commit: adding the results of a step to its requests (paper, section 4.4).
 
-Tokens are appended, sequences fork and finish, full blocks are published, blocks are given back, and whoever reads
-along is told. Everything is chosen before anything is changed, for one request after another; so what goes wrong with
-one of them (logits that are no numbers, tokens that have no text) ends that request, with its error, and no other.
+Tokens are appended, sequences fork and finish, full blocks are published, blocks are given back, and updates are made
+for users who read along. Requests are committed one after another, and for each of them everything is decided before
+anything is changed. So an error in one request (logits that are not finite, tokens that cannot be decoded) ends that
+request and no other.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ FinishReason = Literal["stop", "length", "abort", "error", "dropped"]
 
 
 class Committer:
-    """Carries out what steps have come to. `requests`: all of an engine, by id; those that end are taken out."""
+    """Commits steps. `requests`: all requests of an engine, by id; those that end are removed."""
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class Committer:
         clock: Callable[[], float],
     ) -> None:
         self.updates: list[RequestUpdate] = []
-        """What is new of the requests."""
+        """Updates that `Engine.take_updates` has not returned yet."""
         self._num_generated = 0
         self._requests = requests
         self._scheduler = scheduler
@@ -54,42 +55,43 @@ class Committer:
         self._clock = clock
 
     def take_num_generated(self) -> int:
-        """How many tokens were appended since this was asked."""
+        """Return the number of tokens appended since the last call."""
         number, self._num_generated = self._num_generated, 0
         return number
 
     def commit(self, step: LaunchedStep) -> None:
-        """Make the step's results part of the requests.
+        """Add the step's results to its requests.
 
-        What ended while the step was in flight (with the token before, or aborted) has no use for them. Its blocks are
-        given back already: the device works in order, so whoever was given them writes after this step has.
+        Sequences that ended while the step was in flight (with the token before, or by an abort) ignore them. Their
+        blocks have already been given back. The device works in order, so a new holder of such a block writes to it
+        only after this step.
         """
         sampled = list(step.result.choices)  # this is where the host waits for the device
         for scheduled, first_choice in zip(step.plan.scheduled, step.plan.first_choices, strict=True):
             self.commit_part(step, scheduled, sampled[first_choice : first_choice + scheduled.num_sampled])
 
     def commit_part(self, step: LaunchedStep, scheduled: ScheduledRequest, choices: list[Sampled]) -> None:
-        """One request's part of the step, for which these tokens were chosen. If it fails, the request ends."""
+        """Commit one request's part of the step, with the tokens chosen for it. If that fails, the request ends."""
         try:
             self._commit_request(step, scheduled, choices)
         except RequestFailed as error:
             self.cut_short(scheduled.request, "error", str(error))
 
     def _commit_request(self, step: LaunchedStep, scheduled: ScheduledRequest, choices: list[Sampled]) -> None:
-        """Raises RequestFailed; K/V that led to logits that are no numbers are offered to nobody."""
+        """Commit one request's part, or raise RequestFailed. K/V that led to invalid logits are never published."""
         request = scheduled.request
         if request.prompt_logprobs is not None and request.state is not RequestState.FINISHED:
             self._keep_prompt_logprobs(step, scheduled, request.prompt_logprobs)
         if not scheduled.completes or request.state is RequestState.FINISHED:
             self._publish(step, scheduled)
         elif request.beam_search is None:
-            for (sequence, _), choice in zip(scheduled.work, choices, strict=False):  # of a prompt, n from one row
+            for (sequence, _), choice in zip(scheduled.work, choices, strict=False):  # n choices for a prompt's row
                 if choice.error and sequence.finish_reason is None:
                     raise BadLogits(choice.error)
             self._publish(step, scheduled)
             self._commit_samples(request, scheduled.work, choices)
         else:
-            search = copy.deepcopy(request.beam_search)  # put in place once nothing can raise any more
+            search = copy.deepcopy(request.beam_search)  # replaces the original once nothing can raise any more
             rows = range(scheduled.first_logits, scheduled.first_logits + len(scheduled.work))
             decided = search.step(step.result.logits, rows, [beam.cumulative_logprob for beam in request.sequences])
             self._publish(step, scheduled)
@@ -98,15 +100,15 @@ class Committer:
     def _keep_prompt_logprobs(
         self, step: LaunchedStep, scheduled: ScheduledRequest, known: list[dict[int, float]]
     ) -> None:
-        """Add to what is `known` of the prompt what the step tells: nothing new, where it computes tokens again.
+        """Add the step's log-probabilities of prompt tokens to `known`; a step that computes tokens again adds nothing.
 
-        Raises RequestFailed where nothing is told that should be: not every runner can.
+        Raises RequestFailed if log-probabilities are missing, because not every runner can report them.
         """
         request = scheduled.request
         if request.prompt_computed:
             return
         [(sequence, num_tokens)] = scheduled.work
-        start = step.plan.rows[scheduled.first_row].start  # by its first token the second one is told
+        start = step.plan.rows[scheduled.first_row].start  # its first token predicts the second
         assert start <= len(known), "such a request takes nothing from the prefix cache"
         told = step.result.prompt_logprobs.get(sequence.sequence_id, ())
         for one in told[len(known) - start :]:
@@ -114,14 +116,14 @@ class Committer:
                 raise BadLogits(one.error)
             known.append(one.top_logprobs)
         if len(known) < min(start + num_tokens, len(request.prompt_token_ids) - 1):
-            raise RequestFailed("this runner tells no log-probabilities of prompts; ask for no prompt_logprobs")
+            raise RequestFailed("this runner cannot report log-probabilities of prompts; leave out prompt_logprobs")
 
     def _publish(self, step: LaunchedStep, scheduled: ScheduledRequest) -> None:
-        """Let the prefix cache know of the tokens that have K/V by now."""
+        """Publish to the prefix cache the blocks whose tokens all have K/V now."""
         if self._blocks.prefix_cache is None:
             return
         for i, (sequence, _) in enumerate(scheduled.work, scheduled.first_row):
-            # All that were known, if all that it ran was the latest. Otherwise its row says how many.
+            # All known tokens, if it ran only the latest. Otherwise its row has the number.
             num_computed = len(sequence.tokens) if scheduled.decodes else step.plan.rows[i].stop
             if num_computed // self._blocks.block_size != sequence.num_published and sequence.finish_reason is None:
                 self._blocks.publish(sequence, num_computed)
@@ -129,7 +131,7 @@ class Committer:
     # --- Parallel sampling (paper, section 4.4, Fig. 8) -------------------------------------------
 
     def _commit_samples(self, request: Request, work: list[tuple[SequenceState, int]], choices: list[Sampled]) -> None:
-        """Append the tokens chosen for the sequences that ran; the samples of a prompt fork from it first."""
+        """Append the tokens chosen for the sequences that ran. After a prompt, its other samples fork first."""
         if request.prompt_computed:
             sequences = [sequence for sequence, _ in work]
         else:
@@ -141,7 +143,7 @@ class Committer:
         self.report(request)
 
     def _fork_samples(self, request: Request, parent: SequenceState, n: int) -> list[SequenceState]:
-        """The other samples of a prompt that has just been computed."""
+        """Fork the other samples of a prompt that has just been computed."""
         children = self._fork(request, [(parent, choice) for choice in range(1, n)])
         for index, child in enumerate(children, 1):
             child.index = index
@@ -151,8 +153,8 @@ class Committer:
         return children
 
     def _commit_token(self, request: Request, sequence: SequenceState, choice: Sampled) -> None:
-        """Append a token, and end the sequence if that was its last."""
-        # Decoding may raise, so it comes first: a token is appended together with what follows from it.
+        """Append a token, and end the sequence if the token was its last."""
+        # Decoding may raise, so it comes first: nothing has been changed then.
         reason, sequence.stop_reason = self._finish_reason(request, sequence, choice.token_id)
         self.append_token(request, sequence, choice.token_id, choice.logprob)
         if sequence.logprobs is not None and choice.top_logprobs is not None:
@@ -164,7 +166,8 @@ class Committer:
     def _finish_reason(
         self, request: Request, sequence: SequenceState, token: int
     ) -> tuple[FinishReason | None, int | str | None]:
-        """Why the sequence ends with its next token, if it does, and which stop it was. Adds the token to its text."""
+        """Add the next token to the sequence's text. Returns why the sequence ends here (or None), and at which
+        stop."""
         params = request.params
         assert isinstance(params, SamplingParams)
         may_stop = len(sequence.output_token_ids) + 1 >= params.min_tokens
@@ -180,7 +183,7 @@ class Committer:
     # --- Beam search (paper, section 4.4, Fig. 9) -------------------------------------------------
 
     def _commit_beams(self, request: Request, search: BeamSearch, step: BeamStep) -> None:
-        """Survivors fork their parents' tables; beams without survivors give their blocks back at once."""
+        """Fork the tables of the survivors' parents; beams without survivors give their blocks back."""
         beams = list(request.sequences)
         parents = [beams[move.parent] for move in step.survivors]
         first = [beam not in parents[:i] for i, beam in enumerate(parents)]
@@ -212,8 +215,11 @@ class Committer:
     # --- Sequences --------------------------------------------------------------------------------
 
     def _fork(self, request: Request, parents: list[tuple[SequenceState, int]]) -> list[SequenceState]:
-        """A child of each parent (one may occur twice), sharing all its blocks; all of them or an error and none. Its
-        newest token will be that choice of those for the parent (or LOGITS: none of them)."""
+        """Fork a child from each parent, sharing all its blocks; a parent may occur twice. If one fork fails, all are
+        undone.
+
+        The number with each parent says which of its choices is the child's newest token (LOGITS: none of them).
+        """
         children: list[SequenceState] = []
         try:
             for parent, choice in parents:
@@ -232,14 +238,13 @@ class Committer:
                 children.append(child)
         except BaseException:
             for child in children:
-                self._writer.ended(child)
                 self._emit(SequenceFinished(request.request_id, child.sequence_id, "dropped"))
-                self._blocks.free(child)
+                self._free(child)
             raise
         return children
 
     def append_token(self, request: Request, sequence: SequenceState, token: int, logprob: float) -> None:
-        """The sequence has one token more."""
+        """Append one token to the sequence."""
         sequence.pending = False
         sequence.tokens.append(token)
         sequence.output_token_ids.append(token)
@@ -250,15 +255,21 @@ class Committer:
 
     def _end_sequence(self, request: Request, sequence: SequenceState, reason: FinishReason) -> None:
         sequence.finish_reason = reason
-        self._writer.ended(sequence)
         reserved = slot_steps_reserved(sequence)
         self._emit(SequenceFinished(request.request_id, sequence.sequence_id, reason, reserved))
-        self._blocks.free(sequence)
+        self._free(sequence)
         request.sequences.remove(sequence)
         request.done.append(sequence)
 
+    def _free(self, sequence: SequenceState) -> None:
+        """Give back the blocks of a sequence that has ended."""
+        try:
+            self._blocks.free(sequence)
+        finally:
+            self._writer.ended(sequence)  # afterwards, because it drops what `free` tells of the table
+
     def _finish_text(self, request: Request, sequence: SequenceState) -> None:
-        """The text that was held back, or all of it where nobody read along. Raises DetokenizerFailed."""
+        """Complete the sequence's text: add what was held back, or make all of it now. Raises DetokenizerFailed."""
         if sequence.detokenizer:
             sequence.detokenizer.finish()
         elif request.decode:
@@ -269,14 +280,14 @@ class Committer:
     # --- Requests ---------------------------------------------------------------------------------
 
     def report(self, request: Request) -> None:
-        """Tell what a step has brought: always at the end, and on the way to it if somebody reads along."""
+        """Make an update: always when the request ends, and after each step if its user reads along."""
         if not request.sequences:
             self._finish_request(request, "finished")
         elif request.reads_along:
             self.updates.append(make_update(request))
 
     def cut_short(self, request: Request, reason: Literal["abort", "error"], error: str | None = None) -> None:
-        """End a request that has not come to its end: cancelled, or failed with `error`."""
+        """End a request early: aborted, or failed with `error`."""
         for sequence in list(request.sequences):
             try:
                 if request.beam_search is None:
@@ -296,7 +307,7 @@ class Committer:
         now, finished = self._clock(), reason == "finished"
         try:
             output = make_output(request, now, finished=finished, error=error)
-        except DetokenizerFailed as failed:  # beams get their text only now
+        except DetokenizerFailed as failed:  # beams get their text only here
             reason, request.decode = "failed", None
             output = make_output(request, now, finished=False, error=error or str(failed))
         self._emit(RequestFinished(request.request_id, reason))

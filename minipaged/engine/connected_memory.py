@@ -1,16 +1,16 @@
-"""A block manager that hands full blocks over: to engines elsewhere, and from them (`kv_connector.py`).
+"""A block manager that exchanges full blocks with engines elsewhere (`kv_connector.py`).
 
-It is the `BlockManager` with three things more:
+It is a `BlockManager` with three additions:
 
-- *Storing.* What the prefix cache learns of a prompt, the connector is offered, at the same moment: the sequence holds
-  the blocks still, so they are read out of the pool before anybody else can be given them.
-- *Loading.* A request that comes in begins with what the prefix cache has; for the full blocks after those the
-  connector is asked, and what it has gets blocks, which the admission has counted already. They are written before the
+- *Storing.* When blocks of a prompt enter the prefix cache, they are offered to the connector. The sequence still holds
+  them, so they are read out of the pool before anyone else can get them.
+- *Loading.* An admitted request begins with the blocks that the prefix cache has. The connector is asked for the full
+  blocks after those. What it has is put into device blocks, which admission has already counted, before the forward
   pass of the coming step (`BlockMoves.load`).
-- Loaded blocks are the prefix cache's once that step is committed, with those that it computed, and not before: until
-  then a step that fails drops them with all the rest.
+- Loaded blocks enter the prefix cache when that step is committed, with the blocks that it computed, and not before: a
+  step that fails drops them with everything else.
 
-What could not be had is computed, as if there were no connector.
+Blocks that cannot be loaded are computed, as without a connector.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from minipaged.steps import BlockMoves
 
 
 class ConnectedBlockManager(BlockManager):
-    """Paged memory of one engine of several. It needs the prefix cache.
+    """Paged memory that exchanges blocks with other engines. It needs the prefix cache.
 
-    `read_blocks`: `Runner.read_blocks`, once all steps that were launched have run. `block_bytes`: of one block.
+    `read_blocks`: `Runner.read_blocks`; it reads after all launched steps have run. `block_bytes`: the size of one
+    block.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class ConnectedBlockManager(BlockManager):
         self._connector = connector
         self._read_blocks = read_blocks
         self._block_bytes = block_bytes
-        self._load: list[tuple[int, bytes]] = []  # since the moves were last taken
+        self._load: list[tuple[int, bytes]] = []  # blocks to load since the last `take_moves`
 
     def load(self, request: Request) -> None:
         sequence = request.sequences[0]
@@ -58,7 +59,7 @@ class ConnectedBlockManager(BlockManager):
             return
         self.begin(request, sequence)
         held = len(sequence.table.blocks)
-        self._store(sequence, 0, held)  # which were stored once, but may have been lost since
+        self._store(sequence, 0, held)  # stored before, but perhaps lost since
         most = (len(sequence.tokens) - 1) // self.block_size  # one token has to run
         found = self._connector.load(sequence.tokens, held, most)
         whole = list(takewhile(lambda block: len(block) == self._block_bytes, found))
@@ -80,9 +81,11 @@ class ConnectedBlockManager(BlockManager):
         self._store(sequence, start, sequence.num_published)
 
     def _store(self, sequence: SequenceState, start: int, stop: int) -> None:
-        """Offer logical blocks start .. stop - 1 of the sequence, which are computed, as far as they are the prompt's.
+        """Offer logical blocks start to stop - 1 of the sequence, which are computed, as far as they belong to the
+        prompt.
 
-        (What is generated is offered when it comes again, as a prompt: reading the pool waits for the step in flight.)
+        (Generated blocks are offered when they come again, as part of a prompt: reading the pool waits for the step in
+        flight.)
         """
         num_prompt_tokens = len(sequence.tokens) - len(sequence.output_token_ids)
         stop = min(stop, num_prompt_tokens // self.block_size)

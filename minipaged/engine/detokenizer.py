@@ -1,18 +1,19 @@
-"""Text, one token at a time: what can be shown of a sequence that still grows.
+"""Text, one token at a time: as much as can be shown of a sequence that still grows.
 
-Two things are held back until more is known, and never anything else:
+Only two things are held back until more is known:
 
-- *the beginning of a character*. A token is some bytes, and they need not be whole characters. A decoder shows those
-  that are none (or none yet) as U+FFFD; at the end of the text they wait for the tokens to come;
-- *the beginning of a stop string*, which is cut off the text: after "one tw" and with stop="two", "tw" waits. Of
-  several stop strings the longest beginning counts. (It waits also where the stop string is to stay in the text.)
+- *the beginning of a character*. A token is some bytes, which need not be whole characters. A decoder shows bytes that
+  are no character (or not yet one) as U+FFFD. At the end of the text, these wait for the next tokens;
+- *the beginning of a stop string*, because a stop string is cut off the text: after "one tw" with stop="two", "tw"
+  waits. If there are several stop strings, the longest such beginning counts. (It also waits if the stop string will
+  stay in the text.)
 
-What was given out is never taken back, and `finish` gives the rest. So the pieces joined are the text, always.
+Text that was given out is never taken back, and `finish` gives out the rest. So the pieces joined are always the text.
 
-Some decoders drop a space at the beginning, and some need the neighbours of a byte to tell its character. So a token is
-decoded behind a few earlier ones; what it adds to their text is new. The first token of the output has the prompt's
-last tokens before it. So the text of the prompt and the text of the output, joined, are the text of all their tokens
-(the invariant text-of-all). A character that begins in the prompt and ends in the output belongs to the output.
+Some decoders drop a space at the beginning, and some need the neighbours of a byte to find its character. So a token is
+decoded after a few earlier ones, and the text that it adds to theirs is new. The first token of the output is decoded
+after the prompt's last tokens. So the text of the prompt and the text of the output, joined, are the text of all their
+tokens (the invariant text-of-all). A character that begins in the prompt and ends in the output belongs to the output.
 """
 
 from __future__ import annotations
@@ -23,28 +24,28 @@ from collections.abc import Callable, Iterator, Sequence
 from minipaged.errors import DetokenizerFailed
 
 Decode = Callable[..., str]
-"""Called with token ids; with `skip_special_tokens=False` where the text shows special tokens, and with
-`spaces_between_special_tokens=False` where it shows them without spaces between."""
+"""A function from token ids to text. It receives `skip_special_tokens=False` if the text shows special tokens, and
+`spaces_between_special_tokens=False` if it shows them without spaces between them."""
 Encode = Callable[..., Sequence[int]]
-"""Called with a text and `add_special_tokens=False`."""
+"""A function from a text to token ids. It receives `add_special_tokens=False`."""
 
 NOT_WHOLE = "\ufffd"
-"""What decoders show for bytes that are no character, or none yet."""
+"""The character that decoders show for bytes that are no character, or not yet one."""
 PANIC = "PanicException"
-"""What the tokenizers library raises, which is no `Exception`, where it fails in Rust."""
+"""The name of the error that the tokenizers library raises when it fails in Rust; it is no `Exception`."""
 MOST_DOUBTFUL = 3
-"""Bytes of a character (in UTF-8) that is not whole: some decoders show U+FFFD for each, others one for all."""
+"""The most bytes of an incomplete UTF-8 character. Some decoders show U+FFFD for each of them, others one for all."""
 CONTEXT_TOKENS = 6
-"""How many earlier tokens are decoded along with a new one, at least."""
+"""The smallest number of earlier tokens that are decoded along with a new one."""
 MOST_TOKENS = 64
-"""And at most, also where no character ever becomes whole."""
+"""The largest number of tokens decoded together, even if no character ever becomes whole."""
 
 
 class Detokenizer:
-    """The growing text of one sequence's output, up to the first of its stop strings (`keeps_stop`: with it).
+    """The growing text of one sequence's output, up to the first of its stop strings (`keeps_stop`: including it).
 
-    `prompt_token_ids` come before the output. `prompt` is their text, if they were given as text; its last character is
-    then whole. The prompt is decoded with the first token that is added.
+    `prompt_token_ids` come before the output. `prompt`: their text, if they were given as text; its last character is
+    then whole. The prompt is decoded when the first token is added.
     """
 
     def __init__(
@@ -60,21 +61,21 @@ class Detokenizer:
         self._stop = stop
         self._keeps_stop = keeps_stop
         self._prompt = (prompt_token_ids, prompt)
-        self._tokens: list[int] | None = None  # the latest, which are decoded together; None: no token was added yet
-        self._known = ""  # of their text, what later tokens will not change
-        self._doubtful = ""  # what comes after it: U+FFFD, which may turn out to be the beginning of a character
+        self._tokens: list[int] | None = None  # the latest, decoded together; None: no token was added yet
+        self._known = ""  # the part of their text that later tokens will not change
+        self._doubtful = ""  # the rest of it: U+FFFD, perhaps the beginning of a character
         self._held = ""  # known, but perhaps the beginning of a stop string
-        self._pieces: list[str] = []  # given out
-        self._num_taken = 0  # of the pieces
+        self._pieces: list[str] = []  # text given out
+        self._num_taken = 0  # pieces that `take` has returned
         self.stopped_by: str | None = None
-        """The stop string that was found; the text ends before it, or with it."""
+        """The stop string that was found, if any; the text ends before it, or with it."""
 
     @classmethod
     def of_all(
         cls, token_ids: Sequence[int], decode: Decode, prompt_token_ids: Sequence[int] = (), prompt: str | None = None
     ) -> Detokenizer:
-        """The detokenizer of a whole output, finished. Decodes all tokens at once if that surely gives the same text,
-        and one by one otherwise."""
+        """Return the finished detokenizer of a whole output. It decodes all tokens together if that surely gives the
+        same text, and one by one otherwise."""
         made = cls(decode, prompt_token_ids=prompt_token_ids, prompt=prompt)
         if not token_ids:
             return made
@@ -90,25 +91,25 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """All that was given out."""
+        """All text given out."""
         return "".join(self._pieces)
 
     def take(self) -> str:
-        """What was given out since the last call."""
+        """Return the text given out since the last call."""
         pieces, self._num_taken = self._pieces[self._num_taken :], len(self._pieces)
         return pieces[0] if len(pieces) == 1 else "".join(pieces)
 
     def add(self, token_id: int, *, may_stop: bool = True) -> None:
-        """Take one more token. `may_stop`: look for stop strings that end with it. What raises changes nothing."""
+        """Add one token. `may_stop`: look for stop strings that end with it. If this raises, nothing has changed."""
         if self._tokens is None:
             self._tokens, self._known = _end_of_prompt(*self._prompt, self._decode)
         tokens = [*self._tokens, token_id]
         text = self._decode(tokens)
         if text and text == self._known:
-            return  # a token without text, as special ones are
+            return  # a token without text, such as a special token
         known = _known_part(text)
         if len(known) < len(text) and not known.startswith(self._known) and len(tokens) < MOST_TOKENS:
-            known = self._known  # bytes that spoil the character before them may yet turn out to be one themselves
+            known = self._known  # bytes that spoil the character before them may yet become a character
         added, doubtful = known[len(self._known) :], text[len(known) :]
         if len(tokens) >= (MOST_TOKENS if doubtful else 2 * CONTEXT_TOKENS):
             tokens, known = _last_tokens(tokens, self._decode)
@@ -116,19 +117,19 @@ class Detokenizer:
         self._give(added, may_stop)
 
     def finish(self) -> None:
-        """No token comes any more: give out what was held back."""
+        """Give out the text held back: no more tokens will come."""
         if self.stopped_by is None and (rest := self._held + self._doubtful):
             self._pieces.append(rest)
         self._held = self._doubtful = ""
 
     def fork(self) -> Detokenizer:
-        """A detokenizer for a sequence that has the same tokens so far, and has reported none of them."""
+        """Return a detokenizer for a sequence with the same tokens so far, none of them reported."""
         child = copy.copy(self)
         child._pieces, child._num_taken = list(self._pieces), 0
         return child
 
     def _give(self, added: str, may_stop: bool) -> None:
-        """More text is known: give out all of it that is before any stop string, and before what may become one."""
+        """Add text that is known. Give out what precedes any stop string, and any possible beginning of one."""
         text = self._held + added
         if self._stop:
             if may_stop and (found := find_stop(text, len(added), self._stop)):
@@ -145,15 +146,15 @@ class Detokenizer:
 def text_of(
     token_ids: Sequence[int], decode: Decode, prompt_token_ids: Sequence[int] = (), prompt: str | None = None
 ) -> str:
-    """The text of a whole output."""
+    """Return the text of a whole output."""
     return Detokenizer.of_all(token_ids, decode, prompt_token_ids, prompt).text
 
 
 def _end_of_prompt(prompt_token_ids: Sequence[int], prompt: str | None, decode: Decode) -> tuple[list[int], str]:
-    """The last tokens of a prompt, and their text without the beginning of a character.
+    """Return the last tokens of a prompt, and their text without the beginning of a character.
 
-    They begin with a whole character, and have some text if the prompt has any. With no text before it (special tokens
-    alone, or a space that the decoder drops), the first word of the output would lose the space before it.
+    The tokens begin with a whole character, and have some text if the prompt has any. Without text before it (only
+    special tokens, or a space that the decoder drops), the first word of the output would lose the space before it.
     """
     tokens, text = list(prompt_token_ids[-CONTEXT_TOKENS:]), ""
     for count in _doublings(CONTEXT_TOKENS, len(prompt_token_ids)):
@@ -168,7 +169,7 @@ def _end_of_prompt(prompt_token_ids: Sequence[int], prompt: str | None, decode: 
 
 
 def text_without_end(token_ids: Sequence[int], decode: Decode) -> str:
-    """The text of a prompt that is given as tokens, without the beginning of a character at its end.
+    """Return the text of a prompt given as tokens, without the beginning of a character at its end.
 
     Some decoders show all bytes around a bad one as U+FFFD. Decoding fewer tokens then shows the characters before it.
     """
@@ -184,7 +185,7 @@ def text_without_end(token_ids: Sequence[int], decode: Decode) -> str:
 
 
 def _doublings(first: int, last: int) -> Iterator[int]:
-    """`first`, twice that, and so on, and then `last`; nothing if `last` is 0."""
+    """Yield `first`, twice that, and so on while it is below `last`; then `last`, unless that is 0."""
     while first < last:
         yield first
         first *= 2
@@ -193,24 +194,24 @@ def _doublings(first: int, last: int) -> Iterator[int]:
 
 
 def _last_tokens(tokens: list[int], decode: Decode) -> tuple[list[int], str]:
-    """The latest tokens, from the beginning of a character on, and what is known of their text."""
+    """Return the latest tokens, from the beginning of a character on, and the known part of their text."""
     for count in (*range(CONTEXT_TOKENS, CONTEXT_TOKENS + MOST_DOUBTFUL), 2 * CONTEXT_TOKENS, MOST_TOKENS):
         latest = tokens[-count:]
         text = decode(latest)
         if not text.startswith(NOT_WHOLE):
             return latest, _known_part(text)
-    latest = tokens[-CONTEXT_TOKENS - MOST_DOUBTFUL :]  # there is no character in sight
+    latest = tokens[-CONTEXT_TOKENS - MOST_DOUBTFUL :]  # no beginning of a character was found
     return latest, _known_part(decode(latest))
 
 
 def _known_part(text: str) -> str:
-    """The text without its last characters that more tokens may change: U+FFFD in place of an unfinished character."""
+    """Return the text without its last characters that more tokens may change: U+FFFD for an unfinished character."""
     whole = text.rstrip(NOT_WHOLE)
     return text[: max(len(whole), len(text) - MOST_DOUBTFUL)]
 
 
 def find_stop(text: str, num_added: int, stop: Sequence[str]) -> tuple[int, str] | None:
-    """Where the earliest stop string begins that ends within the last `num_added` characters, and which it is."""
+    """Return (position, string) of the earliest stop string ending in the last `num_added` characters, or None."""
     found = [
         (position, string)
         for string in stop
@@ -220,13 +221,13 @@ def find_stop(text: str, num_added: int, stop: Sequence[str]) -> tuple[int, str]
 
 
 def _length_held(text: str, stop: Sequence[str]) -> int:
-    """The length of the longest end of `text` with which a stop string begins, but does not end."""
+    """Return the length of the longest end of `text` that begins a stop string without completing it."""
     lengths = ((string, length) for string in stop for length in range(1, min(len(string), len(text) + 1)))
     return max((length for string, length in lengths if text.endswith(string[:length])), default=0)
 
 
 def naming_failures(decode: Decode) -> Decode:
-    """The same function; an error within it is raised as DetokenizerFailed, which ends one request and no other."""
+    """Wrap `decode` so that its errors are raised as DetokenizerFailed, which ends one request and no other."""
 
     def named(token_ids: Sequence[int]) -> str:
         try:
@@ -236,7 +237,7 @@ def naming_failures(decode: Decode) -> Decode:
                 raise
             raise DetokenizerFailed(
                 f"the tokens {[*token_ids[-3:]]} at the end of {len(token_ids)} could not be decoded: "
-                f"{type(error).__name__}: {error}; see that the tokenizer is this model's"
+                f"{type(error).__name__}: {error}; check that the tokenizer is this model's"
             ) from error
 
     return named

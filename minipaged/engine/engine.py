@@ -1,16 +1,16 @@
-"""The engine: requests in, steps from outside, what is new of them back (paper, section 4.3, Fig. 4).
+"""The engine: takes requests, runs steps, and returns what each step adds to them (paper, section 4.3, Fig. 4).
 
-One step, as data flows:
+One step, in the order of the data flow:
 
 1. the scheduler makes a plan and takes the blocks for it from the block manager (`scheduler.py`, `block_manager.py`);
-2. the plan is written down as a StepInput, which says what has changed (`step_writer.py`);
+2. the plan is written down as a StepInput, which says what has changed since the last step (`step_writer.py`);
 3. the runner moves blocks, runs the batch through the model and chooses tokens from the logits;
 4. the step is committed: tokens are appended, sequences fork and finish, blocks are given back (`commit.py`).
 
-The first three *launch* a step: on a GPU they only queue work, and nobody has seen the tokens yet. With asynchronous
-scheduling one more step is launched before this one is committed (`run_ahead.py`); with pipeline parallelism there are
-as many in flight as stages (`pipeline.py`). If anything raises within a step, the error is passed on, nothing is lost
-and nothing leaks (`recovery.py`).
+The first three *launch* a step: on a GPU they only queue work, and the tokens are not known yet. With asynchronous
+scheduling one more step is launched before this one is committed (`run_ahead.py`); with pipeline parallelism one step
+per stage is in flight (`pipeline.py`). If anything raises within a step, the error is passed on, no request is lost and
+no block leaks (`recovery.py`).
 """
 
 from __future__ import annotations
@@ -50,14 +50,16 @@ from minipaged.scheduling import MakePolicy
 class Engine:
     """Serves requests on one tier's parts and one runner. Not thread-safe: call its methods from one thread.
 
-    `allocator` is a class (or function) that makes the pools' allocators, in place of the tier's own; `memory` one that
-    makes the block manager; `policy` one that makes what decides who is served when (`scheduling.py`), in place of
-    first come, first served. `decode` turns token ids into text and is needed for stop strings and for the text of
-    outputs, `encode` turns text into token ids and is needed for bad words; both are called as those of a `Tokenizer`.
-    Listeners get every event, in order, after the step (or call) that caused it; they may call the engine's methods. A
-    listener that raises makes that call fail with its error, once all listeners have been given everything; what the
-    call did stays done. `clock`: what all times are told by, in seconds; a simulation has one of its own. `steady`:
-    whether steps in which all go on decoding take a short way (`steady.py`) to the same end.
+    - `allocator`: makes the allocators of the pools (a class or function); None: the tier's own.
+    - `memory`, `policy`: make the block manager and the scheduling policy (`scheduling.py`).
+    - `decode`, `encode`: turn token ids into text, and text into token ids, called like the methods of a `Tokenizer`.
+      Stop strings and the text of outputs need `decode`; bad words need `encode`.
+    - `listeners` receive every event, in order, after the step (or call) that caused it, and may call the engine's
+      methods. If one raises, all listeners still receive all events. Then the call fails with that error; its effects
+      remain.
+    - `clock`: returns the time in seconds, for all times that the engine reports. A simulation has its own clock.
+    - `steady`: whether steps in which every sequence only decodes may take the short way of `steady.py`. The results
+      are the same.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class Engine:
         self._clock = clock
         self._emit = EventQueue(self.stats, listeners)
         self.listeners = self._emit.listeners
-        """Those who get every event: to be appended to and removed from."""
+        """Receivers of every event. Append to this list, or remove from it."""
         self._requests: dict[str, Request] = {}
         self._orders = count()
         self._last_commit = 0.0
@@ -110,7 +112,7 @@ class Engine:
             self._ahead = RunAhead(self._assign_ahead, self._launch, self._commit, self._requests)
         self._emit(EngineStarted(config.num_blocks, config.num_swap_blocks, config.block_size, config.max_model_len))
 
-    # --- What callers do --------------------------------------------------------------------------
+    # --- The methods of callers -------------------------------------------------------------------
 
     def add_request(
         self,
@@ -122,10 +124,10 @@ class Engine:
         output_kind: RequestOutputKind = RequestOutputKind.DELTA,
         priority: int = 0,
     ) -> str:
-        """Let a request wait for its turn; returns its id. Raises InvalidRequest when it could never be served.
+        """Queue a request; returns its id. Raises InvalidRequest if it could never be served.
 
-        `prompt`: the text that the tokens came from, for its output. `output_kind`: when it is told of. `priority`: the
-        smaller, the earlier; 0 unless the policy looks at it.
+        `prompt`: the text of the prompt's tokens, for the output. `output_kind`: when updates of it are returned.
+        `priority`: requests with a smaller one come first; 0 unless the policy looks at it.
         """
         order = next(self._orders)
         if request_id is None:
@@ -150,10 +152,10 @@ class Engine:
         return bool(self._requests or self._committer.updates)
 
     def step(self) -> list[RequestUpdate]:
-        """Run one step; returns what is new of the requests since the last call, in the order in which it came.
+        """Run one step; returns what the requests have gained since the last call, in order.
 
-        With asynchronous scheduling, or several lanes: launch one step and commit one from before. What raises here
-        (the model, a listener) loses no update: they come with the next call.
+        With asynchronous scheduling or several lanes, this launches one step and commits an earlier one. If something
+        raises here (the model, a listener), no update is lost: the next call returns it.
         """
         if self._requests:
             try:
@@ -167,16 +169,16 @@ class Engine:
         return self.take_updates()
 
     def take_updates(self) -> list[RequestUpdate]:
-        """What is new of the requests and was not yet returned."""
+        """Return the updates that no call has returned yet."""
         updates, self._committer.updates = self._committer.updates, []
         return updates
 
     def keep_updates(self, updates: Iterable[RequestUpdate]) -> None:
-        """Let the next `step` return these (again): for a caller that was given somebody else's."""
+        """Let the next `step` return these updates again, for a caller that received updates meant for another."""
         self._committer.updates[:0] = updates
 
     def current_stats(self) -> Stats:
-        """What was counted so far, with the blocks as they are now."""
+        """Return the counts so far, with the blocks as they are now."""
         stats, used = self.stats, self.blocks.num_used
         return replace(
             stats,
@@ -195,7 +197,7 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End a request now, in whatever state it is, and give back all its blocks. An unknown id is ignored.
 
-        What it has generated is returned by the next `step`, with finish reason "abort".
+        The next `step` returns what it has generated, with finish reason "abort".
         """
         request = self._requests.get(request_id)
         if request is None:
@@ -213,7 +215,7 @@ class Engine:
 
     @property
     def runner(self) -> Runner:
-        """What runs the steps. Another one may take its place before the first request."""
+        """The runner of the steps. It may be replaced before the first request."""
         return self._launcher.runner
 
     @runner.setter
@@ -222,18 +224,18 @@ class Engine:
 
     @property
     def takes_short_way(self) -> bool:
-        """Whether the tables of running sequences may be told of slots only later (`steady.py`)."""
+        """Whether the tables of running sequences may take their slots only later (`steady.py`)."""
         return self._steady is not None
 
     @property
     def steps_in_flight(self) -> list[LaunchedStep]:
-        """With asynchronous scheduling, or several lanes: the steps that were launched and not committed."""
+        """The steps launched and not yet committed. Empty without asynchronous scheduling or several lanes."""
         return self._ahead.steps_in_flight if self._ahead else []
 
     # --- One step ---------------------------------------------------------------------------------
 
     def _run_step(self) -> None:
-        """Launch a step and commit it; or one that was launched before (`run_ahead.py`, `pipeline.py`)."""
+        """Launch a step and commit it, or commit one launched earlier (`run_ahead.py`, `pipeline.py`)."""
         if self._ahead is None:
             self._commit(self._launch())
         else:
@@ -243,7 +245,7 @@ class Engine:
             self.check_invariants()
 
     def _commit(self, step: LaunchedStep) -> None:
-        """Make what it has computed part of the requests."""
+        """Add the step's results to the requests."""
         (self._steady or self._committer).commit(step)
         self._finish_step(step)
 
@@ -255,19 +257,20 @@ class Engine:
             self._steady.stop()
 
     def _finish_step(self, step: LaunchedStep) -> None:
-        """Seconds are counted once, though steps overlap: from the launch, or the commit of the step before."""
+        """Emit that the step has finished. Its seconds begin at its launch, or at the last commit if that was later."""
         now = self._clock()
         seconds, self._last_commit = now - max(step.started, self._last_commit), now
         num_generated = self._committer.take_num_generated()
         self._emit.step_finished(step.number, step.plan, seconds, num_generated)
 
     def _drop_steps_of_nobody(self) -> None:
-        """When all requests have ended, nobody will ask for what the steps in flight choose."""
+        """Drop the steps in flight if all requests have ended: no request needs their tokens."""
         for step in self._ahead.take() if self._ahead and not self._requests else ():
             self._finish_step(step)
 
     def _recover(self, error: BaseException) -> None:
-        """After an error within a step: nothing is lost, and what the K/V of it may be is dropped (`recovery.py`)."""
+        """Recover from an error within a step: no request is lost; K/V that may be incomplete are dropped
+        (`recovery.py`)."""
         self._leave_short_way()
         if self._ahead:
             self._ahead.take()

@@ -1,4 +1,4 @@
-"""Events on their way to those who listen: counted at once, handed on when the call that caused them is done."""
+"""The queue of events: each is counted immediately, and delivered to listeners when the call that caused it is done."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from minipaged.events import EngineStarted, Event, Listener, StepFinished, StepS
 
 
 class EventQueue:
-    """What the parts of an engine call with each event (`events.Emit`)."""
+    """A callable that the parts of an engine call with each event (`events.Emit`)."""
 
     def __init__(self, stats: Stats, listeners: Iterable[Listener]) -> None:
         self.listeners = list(listeners)
@@ -21,15 +21,15 @@ class EventQueue:
 
     @property
     def heard(self) -> bool:
-        """Whether anybody listens. If not, what only tells of single tokens need not be made."""
+        """Whether there are listeners. If not, events about single tokens need not be made."""
         return bool(self.listeners)
 
     def __call__(self, event: Event) -> None:
         self._stats.on_event(event)
-        if self.listeners or isinstance(event, EngineStarted):  # who joins before the first call gets the sizes, too
+        if self.listeners or isinstance(event, EngineStarted):  # early listeners receive the sizes too
             self._events.append(event)
 
-    # What every step has is counted without its event where nobody listens.
+    # Without listeners, the events of every step are counted without being made.
 
     def step_started(self, step: int) -> None:
         if self.listeners:
@@ -48,9 +48,10 @@ class EventQueue:
             self._stats.note_step(plan.num_query_tokens, seconds, num_generated)
 
     def deliver(self) -> None:
-        """Hand the events on in order. A listener that calls the engine adds events to the end of the same queue.
+        """Deliver the events in order. A listener that calls the engine adds events to the end of the same queue.
 
-        One that raises keeps no other from any event; its error is raised when all is delivered, the first of several.
+        If a listener raises, the others still receive every event. The first error is raised when all events are
+        delivered.
         """
         if self._delivering or not self._events:
             return
@@ -59,7 +60,7 @@ class EventQueue:
         try:
             while self._events:
                 event = self._events.popleft()
-                for listener in tuple(self.listeners):  # one may remove itself
+                for listener in tuple(self.listeners):  # a listener may remove itself
                     try:
                         listener(event)
                     except BaseException as error:

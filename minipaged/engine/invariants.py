@@ -1,4 +1,4 @@
-"""The checks of debug mode: the invariants by name, after every step and before every write (`errors.Invariant`)."""
+"""The checks of debug mode: invariants by name, after every step and before every write (`errors.Invariant`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from minipaged.errors import Invariant, InvariantViolation
 
 
 def check_exclusive_writes(work: Iterable[tuple[SequenceState, int]], blocks: Memory) -> None:
-    """Raise InvariantViolation if latest slots of a sequence, so many, are in a block that more than one holds."""
+    """Raise InvariantViolation if a slot about to be written is in a block with more than one holder.
+
+    `work`: each sequence with the number of its latest slots, which the step writes.
+    """
     for sequence, num_tokens in work:
         stop = sequence.table.num_tokens
         slots = sequence.table.slot_mapping(stop - num_tokens, stop)
@@ -19,14 +22,14 @@ def check_exclusive_writes(work: Iterable[tuple[SequenceState, int]], blocks: Me
             if (holders := blocks.allocator.ref_count(block)) != 1:
                 raise InvariantViolation(
                     Invariant.EXCLUSIVE_WRITE,
-                    f"a slot of block {block} is about to be written, but {holders} hold it",
+                    f"a slot of block {block} is about to be written, but it has {holders} holders",
                 )
 
 
 def check_blocks(sequences: Iterable[SequenceState], blocks: Memory) -> None:
     """Raise InvariantViolation unless conservation and exact-references hold in both pools.
 
-    `sequences`: all that there are.
+    `sequences`: all sequences of the engine.
     """
     expected = {False: Counter[int](), True: Counter[int]()}
     num_tokens = 0

@@ -1,16 +1,16 @@
-"""Lanes: what runs where, if several steps are in flight at once (pipeline parallelism).
+"""Lanes: which requests run in which step, if several steps are in flight (pipeline parallelism).
 
-A model that is cut into stages, each with some of the layers, is busy throughout only if every stage has a step to
-work on. A sequence cannot be in two steps at once, for its next token is not known before the last stage is done. So
-there are as many *lanes* as stages, and each request runs in one of them: its lane's steps follow one another, and
-those of other lanes run meanwhile (`pipeline.py`).
+A model that is cut into stages, each with some of the layers, is fully busy only if every stage has a step to work on.
+A sequence cannot be in two steps at the same time, because its next token is not known before the last stage is done.
+So there are as many *lanes* as stages, and each request runs in one of them. The steps of one lane follow one another,
+and those of other lanes run meanwhile (`pipeline.py`).
 
-- A lane has its own running requests, and its own StepWriter, whose other end is a mirror of its own. The queue of
-  those that wait, the blocks, the moves of blocks, and the policy are common to all.
-- A request gets its lane when it comes in, and its forks are in the same one. One that was preempted comes in again,
-  perhaps into another lane: there it begins, and in the first it is over (`StepWriters.change_lane`).
+- A lane has its own running requests, and its own StepWriter with a mirror at the runner. The waiting queue, the
+  blocks, the block moves and the policy are common to all lanes.
+- A request gets its lane when it is admitted, and its forks stay in it. A preempted request may be admitted into
+  another lane: it begins there, and has ended in the first (`StepWriters.change_lane`).
 
-Without pipeline parallelism there is one lane, and all run in it.
+Without pipeline parallelism there is one lane with all running requests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Lane:
 
     number: int
     running: list[Request] = field(default_factory=list)
-    """In order of arrival."""
+    """The running requests, in order of arrival."""
 
     @property
     def num_sequences(self) -> int:
@@ -35,17 +35,17 @@ class Lane:
 
 
 def num_sequences(requests: Sequence[Request]) -> int:
-    """How many sequences they have, or will have once their prompts are computed."""
+    """The number of sequences that these requests have, or will have once their prompts are computed."""
     return sum(request.num_sequences for request in requests)
 
 
 def share_of(lane: Lane, lanes: Sequence[Lane], entering: Sequence[Request]) -> Sequence[Request]:
-    """Which of those that may come in enter this lane: the first of them, as many as it gets if each is dealt to the
-    lane that has the fewest sequences then. The others enter the other lanes, whose turns come next.
+    """The requests of `entering` that enter this lane: the first ones, up to the lane's share. To find the share, each
+    request is dealt in turn to the lane with the fewest sequences. The others enter other lanes, whose turns come next.
 
-    The fewest, because every lane's step goes through all stages, and the stages wait for the one that has the most to
-    do: even lanes keep all of them busy. The first, so that nobody is overtaken; and the lane with the fewest takes one
-    at least, so that nobody waits for a turn in vain. A single lane takes all.
+    Lanes of equal size keep all stages busy: every lane's step goes through all stages, and the stages wait for the
+    largest. Taking the first ones means that no request is overtaken. The lane with the fewest sequences takes at least
+    one request, so none waits for a turn in vain. A single lane takes all.
     """
     if len(lanes) == 1 or not entering:
         return entering

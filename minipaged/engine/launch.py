@@ -1,4 +1,4 @@
-"""The launch: a step is decided, written down and given to the runner, and nobody looks at what it chooses yet."""
+"""The launch: a step is planned, written down and given to the runner; its tokens are not looked at yet."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Launcher:
     ) -> None:
         self.runner = runner
         self.step_number = 0
-        """The latest step's."""
+        """The number of the latest step."""
         self.debug = config.debug
         self._scheduler = scheduler
         self._blocks = blocks
@@ -39,19 +39,19 @@ class Launcher:
         self._clock = clock
 
     def launch(self, ahead: Plan | None = None, lane: int = 0) -> LaunchedStep:
-        """Launch the lane's next step. `ahead`: what is to run, where that is decided already."""
+        """Launch the lane's next step. `ahead`: its plan, if that is already made."""
         started = self.begin()
         return self.hand_over(self._scheduler.schedule(ahead, lane), started)
 
     def begin(self) -> float:
-        """Number the next step. Returns the time, in seconds."""
+        """Number the next step. Returns its start time, in seconds."""
         started = self._clock()
         self.step_number += 1
         self._emit.step_started(self.step_number)
         return started
 
     def hand_over(self, plan: Plan, started: float) -> LaunchedStep:
-        """Write a scheduled step down and give it to the runner."""
+        """Write a planned step down and give it to the runner."""
         self._emit.step_scheduled(self.step_number, memory_held(self._scheduler.running, self._blocks))
         if self.debug:
             check_exclusive_writes(plan.work(), self._blocks)

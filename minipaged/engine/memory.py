@@ -1,7 +1,7 @@
-"""The memory of an engine: who holds which blocks. What scheduler, commit and checks ask of it, and nothing else.
+"""The memory of an engine: which sequence holds which blocks. Scheduler, commit and checks use only this interface.
 
-`BlockManager` (`block_manager.py`) is the engine's own: paging. Another one, `Engine(memory=...)`, may hand out blocks
-by other rules; contiguous reservation, for one, where a request gets one piece for all that it may ever hold.
+`BlockManager` (`block_manager.py`) is the engine's own memory: paging. Another one, `Engine(memory=...)`, may hand out
+blocks by other rules. One such rule is contiguous reservation: a request gets one piece for all that it may ever hold.
 """
 
 from __future__ import annotations
@@ -20,35 +20,36 @@ from minipaged.steps import BlockMoves
 
 
 class AllocStatus(Enum):
-    """Whether a request's blocks can be had."""
+    """Whether a request's blocks are available."""
 
     OK = "ok"
     LATER = "later"
-    """Not now, but once others have finished."""
+    """Not now, but once other requests have finished."""
     NEVER = "never"
     """Not even with the whole pool to itself."""
 
 
 class Memory(ABC):
-    """Block tables of one engine. What raises OutOfBlocks has changed nothing, but for `append_all`.
+    """The block tables of one engine. A method that raises OutOfBlocks has changed nothing, except `append_all`.
 
-    Whenever a table changes its blocks, the memory tells the writer (`StepWriters.table_changed`), keeps `num_entries`
-    and `num_tokens`, and emits what happened: TokensComputed at every `append`, BlocksFreed, SequenceForked,
-    BlockCopied, SwappedOut and SwappedIn. It keeps what a `SequenceState` knows of its table: `swapped`, and
-    `most_computed`, by which recomputing is told.
+    Whenever a table changes its blocks, the memory notifies the writer (`StepWriters.table_changed`), updates
+    `num_entries` and `num_tokens`, and emits an event: TokensComputed at every `append`, BlocksFreed, SequenceForked,
+    BlockCopied, SwappedOut and SwappedIn. It updates two fields of the `SequenceState`: `swapped`, and `most_computed`,
+    from which recomputation is counted.
     """
 
     block_size: int
     allocator: BlockAllocator
-    """Of the device's pool."""
+    """The allocator of the device's pool."""
     host_allocator: BlockAllocator | None = None
-    """Of the host's pool; None where nothing can be swapped."""
+    """The allocator of the host's pool; None if nothing can be swapped."""
     prefix_cache: PrefixCache | None = None
     num_entries: int = 0
-    """Block-table entries of all tables on the device, and `num_tokens`, the slots that they fill."""
+    """Block-table entries of all tables on the device."""
     num_tokens: int = 0
+    """Slots filled by all tables on the device."""
 
-    # --- How much room there is -------------------------------------------------------------------
+    # --- Available blocks -------------------------------------------------------------------------
 
     @property
     def num_available(self) -> int:
@@ -67,74 +68,76 @@ class Memory(ABC):
 
     @property
     def held_beside_tables(self) -> Iterable[int]:
-        """The device's blocks of which a reference is no table's, each as often: of paging those that the prefix cache
-        has. With the tables' they are all there are, which debug mode checks."""
+        """Device blocks referenced from outside any table, one entry per reference: with paging, those of the prefix
+        cache. Debug mode checks that there are no references besides these and the tables'."""
         return self.prefix_cache.blocks if self.prefix_cache else ()
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)  # rounded up
 
     def most_blocks(self, request: Request) -> int:
-        """Most blocks the request can come to hold; by paging, only the prompt's full blocks are sure to be shared.
-        A memory that gives more says so here, or a request is taken that never gets in.
+        """The most blocks that the request can come to hold. With paging, only the prompt's full blocks are sure to be
+        shared.
 
-        The last token is chosen but never run, so it needs no slot.
+        A memory that gives a request more blocks must override this, or it will accept requests that can never be
+        admitted. The last token is chosen but never run, so it needs no slot.
         """
         num_prompt_tokens = len(request.prompt_token_ids)
-        if request.max_output_tokens == 1:  # all that is ever run is the prompt
+        if request.max_output_tokens == 1:  # it runs nothing but its prompt
             return self.blocks_for(num_prompt_tokens)
         shared = num_prompt_tokens // self.block_size
         each = self.blocks_for(num_prompt_tokens + request.max_output_tokens - 1)
         return shared + request.num_sequences * (each - shared)
 
     def can_admit(self, request: Request, spare: int = 0) -> AllocStatus:
-        """Whether the blocks for everything the request has to run are there, and `spare` more beside them."""
+        """Whether there are enough blocks for everything the request has to run, and `spare` blocks more."""
         if self.most_blocks(request) > self.allocator.num_blocks:
             return AllocStatus.NEVER
         return AllocStatus.OK if self.blocks_to_admit(request) + spare <= self.num_available else AllocStatus.LATER
 
     @abstractmethod
     def blocks_to_admit(self, request: Request) -> int:
-        """How many of the available blocks the waiting request takes for everything it has to run."""
+        """The number of available blocks that the waiting request takes for everything it has to run."""
 
     @abstractmethod
     def blocks_needed(self, work: Sequence[tuple[SequenceState, int]]) -> int:
-        """Blocks to take so that each of one request's sequences can run so many more tokens, copies included."""
+        """The blocks that this work of one request takes, copies included. `work`: sequences with numbers of tokens."""
 
-    # --- Tables that grow and go -------------------------------------------------------------------
+    # --- Tables: growing and giving back -----------------------------------------------------------
 
     @abstractmethod
     def new_table(self) -> BlockTable:
-        """An empty one."""
+        """Return an empty table."""
 
     @abstractmethod
     def begin(self, request: Request, sequence: SequenceState) -> None:
-        """Let an empty table begin with what is already computed, if something is."""
+        """Start an empty table with blocks that are already computed, if there are any."""
 
     def load(self, request: Request) -> None:  # noqa: B027
-        """The request, for all of whose blocks there is room, has come in: let its first table, if that is empty, begin
-        with what other engines have computed."""
+        """Start an admitted request's first table, if empty, with blocks that other engines have computed.
+
+        Enough blocks are available for the whole request.
+        """
 
     @abstractmethod
     def append(self, sequence: SequenceState, num_tokens: int) -> None:
-        """Slots for the sequence's next `num_tokens` tokens. Raises OutOfBlocks."""
+        """Take slots for the sequence's next `num_tokens` tokens. Raises OutOfBlocks."""
 
     def append_all(self, work: Iterable[tuple[SequenceState, int]]) -> None:
-        """`append` for each of these: what a step runs. Raises OutOfBlocks; then some have their slots."""
+        """Take slots for all the work of a step. If it raises OutOfBlocks, some sequences already have theirs."""
         for sequence, num_tokens in work:
             self.append(sequence, num_tokens)
 
     @abstractmethod
     def fork(self, request: Request, parent: SequenceState, child: SequenceState) -> None:
-        """`child` (whose table is empty) holds the tokens that `parent` holds. Raises OutOfBlocks."""
+        """Let `child`, whose table is empty, hold the tokens that `parent` holds. Raises OutOfBlocks."""
 
     def publish(self, sequence: SequenceState, num_tokens: int) -> None:  # noqa: B027
-        """The K/V of the sequence's first `num_tokens` tokens are computed, and others may find them. Only called where
-        there is a `prefix_cache`."""
+        """Let others find the computed K/V of the sequence's first `num_tokens` tokens. Needs a `prefix_cache`."""
 
     @abstractmethod
     def free(self, sequence: SequenceState) -> None:
-        """Give back all blocks of the sequence, be they on the device or on the host."""
+        """Give back all blocks of the sequence, on the device or on the host."""
 
     # --- Swapping (paper, section 4.5), and the step -----------------------------------------------
 
@@ -143,18 +146,18 @@ class Memory(ABC):
         return False
 
     def swap_out(self, request: Request) -> None:
-        """Give the request host blocks for its device blocks. Raises OutOfBlocks."""
+        """Move the request from device blocks to host blocks. Raises OutOfBlocks."""
         raise NotImplementedError
 
     def swap_in(self, request: Request) -> None:
-        """Give the request device blocks for its host blocks. Raises OutOfBlocks."""
+        """Move the request from host blocks to device blocks. Raises OutOfBlocks."""
         raise NotImplementedError
 
     @abstractmethod
     def take_moves(self) -> BlockMoves:
-        """The block moves since the last call, for the coming step."""
+        """Return the block moves since the last call, for the coming step."""
 
 
 MakeMemory = Callable[[EngineConfig, Tier, Callable[[int], BlockAllocator] | None, StepWriters, Emit], Memory]
-"""A class of memories, or a function: given the settings, the tier's parts, what makes allocators in place of the
-tier's (or None), who is told of every table that changes, and of every event."""
+"""Makes a memory: a class or function. Its arguments are the settings, the tier's parts, a maker of allocators to use
+instead of the tier's (or None), the writers to notify of changed tables, and the receiver of events."""

@@ -1,4 +1,4 @@
-"""The memory that requests hold, measured in every step for whoever counts it (`stats.py`)."""
+"""The memory that requests hold, measured in every step for the statistics (`stats.py`)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from minipaged.engine.stats import StepUsage
 
 
 def memory_held(running: Iterable[Request], blocks: Memory, num_others: int = 0) -> StepUsage:
-    """What the requests that run hold in this step. Each sequence is noted to have held it (`slot_steps_reserved`).
+    """Return the memory that running requests hold in this step, and count it in each sequence (`slot_steps_reserved`).
 
-    `num_others`: sequences of which that is noted elsewhere, and which share no unfilled blocks.
+    `num_others`: the number of sequences counted elsewhere, which share no unfilled blocks.
     """
     num_sequences, shared = num_others, 0
     for request in running:
@@ -34,7 +34,7 @@ def memory_held(running: Iterable[Request], blocks: Memory, num_others: int = 0)
 
 
 def _unfilled_again(request: Request, block_size: int) -> int:
-    """Unfilled slots of the blocks that its sequences share, for each sequence but the first that has them."""
+    """Unfilled slots of the blocks that its sequences share, once for each holder but the first."""
     ends = Counter(
         (sequence.table.blocks[-1], sequence.table.num_tokens % block_size)
         for sequence in request.sequences
@@ -44,6 +44,6 @@ def _unfilled_again(request: Request, block_size: int) -> int:
 
 
 def slot_steps_reserved(sequence: SequenceState) -> int:
-    """As in `SequenceFinished`, of a sequence that ends now: its final length is known."""
+    """The value for `SequenceFinished` of a sequence that ends now: its final length is known."""
     final = max(sequence.most_computed, sequence.table.num_tokens)
     return sequence.num_steps * final - sequence.token_steps

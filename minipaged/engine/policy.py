@@ -1,14 +1,15 @@
 """The engine's own policy: first come, first served (paper, section 4.5).
 
-This is what is right in assignment 4: students write it, the grader compares theirs with it, and the engine is run by
-it. It is asked, and decides; `scheduler.py` asks, and carries out.
+Assignment 4 is about this policy: students write it, and the grader compares their answers with the ones here. The
+policy only decides; `scheduler.py` calls it and carries its decisions out.
 
-1. Every running request gets its tokens: decoding ones first, then those that still compute a prompt share what is left
+1. Every running request gets its tokens: decoding requests first. Those that still compute a prompt share what is left
    of the batch, in order of arrival (chunked prefill).
-2. While the blocks for that are not there, the latest arrival makes room, and comes back by whichever way costs less.
-   So the oldest always gets on, it ends some day, and then the next one is the oldest: liveness.
-3. Those that wait come in in order of arrival, as long as their blocks are there, and one more for each sequence that
-   runs already and can still need one. The first that has to wait ends it: nobody overtakes.
+2. While there are too few blocks for that, the latest arrival is preempted, and comes back in the way that costs less.
+   So the oldest request always makes progress. It ends some day, and then the next one is the oldest: liveness.
+3. Waiting requests are admitted in order of arrival, as long as their blocks are there, plus one block for each
+   sequence that already runs and may still need one. The first request that has to wait stops this: no request
+   overtakes another.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from minipaged.scheduling import Costs, RequestView, Way
 
 
 class FirstComeFirstServed:
-    """In order of arrival; all of a request's sequences or none; the latest arrival makes room."""
+    """Requests in order of arrival, each with all of its sequences or none; the latest arrival is preempted first."""
 
     def __init__(
         self, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int, costs: Costs
@@ -27,23 +28,23 @@ class FirstComeFirstServed:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.max_tokens = max_num_batched_tokens
-        # A sequence that runs takes one token of each batch at least.
+        # A running sequence takes at least one token of each batch.
         self.max_sequences = min(max_num_seqs, max_num_batched_tokens)
         self.costs = costs
 
     def turn(self, request: RequestView) -> tuple[float, ...]:
-        """Whose turn it is: the smaller, the earlier. Of a request it is always the same, and no two have the same."""
+        """The request's place in the order: smaller comes first. It never changes, and no two requests share it."""
         return (request.arrival,)
 
-    # --- Who can be served at all -----------------------------------------------------------------
+    # --- Requests that can be served at all -------------------------------------------------------
 
     def fits(self, request: RequestView) -> bool:
-        """Whether the request could be served if it had everything to itself. If not, the answer to it is NEVER."""
+        """Whether the request could be served if it had the whole pool to itself. If not, it is refused: NEVER."""
         return request.num_sequences <= self.max_sequences and self.most_blocks(request) <= self.num_blocks
 
     def most_blocks(self, request: RequestView) -> int:
-        """Most blocks that the request can come to hold: only the prompt's full blocks are sure to be shared."""
-        if request.max_output_tokens == 1:  # it has no sequences but its prompt
+        """The most blocks that the request can come to hold: only the prompt's full blocks are sure to be shared."""
+        if request.max_output_tokens == 1:  # it runs nothing but its prompt
             return self.blocks_for(request.prompt_tokens)
         shared = request.prompt_tokens // self.block_size
         # The last token is chosen but never run, so it needs no slot.
@@ -56,7 +57,7 @@ class FirstComeFirstServed:
     # --- Every step -------------------------------------------------------------------------------
 
     def share_tokens(self, running: Sequence[RequestView]) -> dict[str, int]:
-        """How many tokens each running request gets: decoding ones first, then prompts, each in its turn."""
+        """The number of tokens for each running request: decoding requests first, then prompts, each in its turn."""
         left = self.max_tokens
         tokens: dict[str, int] = {}
         for request in sorted(running, key=lambda r: (not r.decodes, self.turn(r))):
@@ -65,7 +66,7 @@ class FirstComeFirstServed:
         return tokens
 
     def victim(self, running: Sequence[RequestView]) -> str:
-        """Who makes room, when blocks are short: whose turn is last."""
+        """The request to preempt when blocks are short: the last one by `turn`."""
         return max(running, key=self.turn).request_id
 
     def way_back(self, request: RequestView, host_free: int) -> Way:
@@ -73,18 +74,19 @@ class FirstComeFirstServed:
         return "swap" if request.num_blocks <= host_free and self.price(request) < 0 else "recompute"
 
     def price(self, request: RequestView) -> float:
-        """Seconds that swapping costs more than recomputing."""
+        """The extra seconds that swapping takes compared with recomputing (below 0 if it is faster)."""
         return swap_seconds(self.costs, request.num_blocks) - recompute_seconds(self.costs, request.num_tokens)
 
     def admit(
         self, waiting: Sequence[RequestView], running: Sequence[RequestView], num_free: int, tokens_left: int
     ) -> list[str]:
-        """Who comes in now: each in its turn, up to the first that has to wait."""
+        """The requests to admit now, each in its turn, up to the first that has to wait."""
         queue = sorted(waiting, key=self.turn)
         if not queue or queue[0].blocks_needed > num_free:
-            return []  # as it mostly is: then there is no need to look at all that run
+            return []  # the usual case: no need to look at the running requests
         admitted: list[str] = []
-        # Held back for those that run, or the newcomer would soon be preempted for their next blocks.
+        # Blocks held back for running requests; without them, the newcomer would soon be preempted for their next
+        # blocks.
         spare = sum(self.soon(r, r.num_blocks) for r in running)
         sequences = sum(r.num_sequences for r in running)
         for request in queue:
@@ -100,25 +102,26 @@ class FirstComeFirstServed:
         return admitted
 
     def soon(self, request: RequestView, num_blocks: int) -> int:
-        """Blocks that a request with so many will ask for next: one for each sequence, unless it can need no more."""
+        """The blocks that a request holding `num_blocks` will want next: one per sequence, up to the most it can
+        need."""
         return max(0, min(request.num_sequences, self.most_blocks(request) - num_blocks))
 
 
-# --- What the ways back cost (paper, section 4.5, Fig. 19) --------------------------------------------
-# Nowhere else is this reckoned. Tiers and simulated machines say what their `Costs` are, and no more.
+# --- Costs of both ways back (paper, section 4.5, Fig. 19) --------------------------------------------
+# Only this file computes them. Tiers and simulated machines only provide their `Costs`.
 
 
 def swap_seconds(costs: Costs, num_blocks: int) -> float:
-    """What it takes to copy blocks out, and in again."""
+    """The time to copy blocks out and back in."""
     return 2 * carry_seconds(costs, num_blocks)
 
 
 def carry_seconds(costs: Costs, num_blocks: int) -> float:
-    """One way: each copy takes its time to start, whatever its size, and all bytes take the link's time for them."""
+    """The time to copy blocks one way: each copy takes some time to start, and the bytes take the link's time."""
     copies = num_blocks * costs.copies_per_block * costs.seconds_per_copy
     return copies + num_blocks * costs.block_bytes / costs.link_bytes_per_second
 
 
 def recompute_seconds(costs: Costs, num_tokens: int) -> float:
-    """What it takes to compute keys and values again: one prefill of all the tokens."""
+    """The time to compute keys and values again: one prefill of all the tokens."""
     return num_tokens / costs.prefill_tokens_per_second

@@ -1,18 +1,18 @@
-"""Automatic prefix caching: full blocks are kept after use and found again by the tokens that led to them.
+"""Automatic prefix caching: full blocks are kept after use, and found again by their tokens and all tokens before them.
 
-K/V of a block depend on all tokens up to the block's end and on nothing else (the invariant content). So a block is
-known by a chain of hashes: hash(parent's hash, tokens of the block). A hash is not proof: an entry also remembers its
-tokens and its parent's block, and a lookup compares both.
+The K/V of a block depend on all tokens up to the block's end and on nothing else (the invariant content). So a block is
+identified by a chain of hashes: hash(parent's hash, tokens of the block). Equal hashes are no proof: an entry also
+stores its tokens and its parent's block, and a lookup compares both.
 
-Who owns what: the cache holds one reference on each cached block, like one more sequence. A cached block is
+Ownership: the cache holds one reference on each cached block, like one more sequence. A cached block is
 
 - *in use* while sequences hold it too (reference count 2 or more);
-- *evictable* when only the cache does (reference count 1): it counts as room, and is given back when room is needed,
-  least recently used first.
+- *evictable* when only the cache holds it (reference count 1): it counts as available, and is given back when blocks
+  are needed, least recently used first.
 
-Whoever holds a cached block holds its cached parents too (`publish` sees to that by exchanging a block computed twice
-for the one already cached). Blocks are released last first; so in order of release children come before parents, and
-evicting the oldest never leaves a child without its parent.
+A holder of a cached block also holds all its cached parents. (`publish` ensures this: it replaces a block that was
+computed twice by the one already cached.) Blocks are released last first, so children are released before their
+parents, and evicting in order of release never leaves a child without its parent.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ NO_PARENT = -1
 
 @dataclass(frozen=True, slots=True)
 class CachedBlock:
+    """A cached block, with what a lookup compares."""
+
     block: int
     parent_block: int
     tokens: tuple[int, ...]
 
 
 class PrefixCache:
-    """Full blocks by content. `chain_hash` can be replaced by a bad one to test that collisions are harmless."""
+    """Full blocks by content. Tests pass a bad `chain_hash` to show that collisions are harmless."""
 
     def __init__(self, block_size: int, allocator: BlockAllocator, chain_hash: ChainHash = chain_hash) -> None:
         self.block_size = block_size
@@ -59,14 +61,14 @@ class PrefixCache:
         return len(self._evictable)
 
     def hash_of(self, block: int) -> int:
-        """What a cached block is known by (`block_hashes.py`)."""
+        """The hash that identifies a cached block (`block_hashes.py`)."""
         return self._hash_of[block]
 
     def is_evictable(self, block: int) -> bool:
         return block in self._evictable
 
     def match(self, tokens: Sequence[int]) -> list[int]:
-        """The cached blocks that hold the longest prefix of `tokens`, leaving at least one token to run."""
+        """The cached blocks that hold the longest prefix of `tokens`; at least one token is left to run."""
         found: list[int] = []
         parent = NO_PARENT
         for _, key, block_tokens in self._chain(tokens, 0, (len(tokens) - 1) // self.block_size, NO_HASH):
@@ -78,26 +80,26 @@ class PrefixCache:
         return found
 
     def reused(self, blocks: Iterable[int]) -> None:
-        """Sequences hold these cached blocks again."""
+        """Note that sequences hold these cached blocks again: they are not evictable."""
         for block in blocks:
             self._evictable.pop(block, None)
 
     def released(self, blocks: Iterable[int]) -> None:
-        """A sequence gave up these blocks (last logical block first): note those that only the cache still holds."""
+        """Note that a sequence gave up these blocks, last first. Blocks that only the cache holds become evictable."""
         for block in blocks:
             if block in self._hash_of and self._allocator.ref_count(block) == 1:
                 self._evictable[block] = None
 
     def publish(self, tokens: Sequence[int], table: BlockTable, num_published: int) -> Iterator[tuple[int, int, int]]:
-        """Make the full blocks of `tokens` from logical block `num_published` on findable, one at each turn of a loop.
+        """Cache the full blocks of `tokens` from logical block `num_published` on, one per iteration.
 
-        Yields (logical block, the table's own block, the cached block). The two are the same where the cache took a
-        reference on the table's own; where that content was cached already, the table now holds the cached block.
+        Yields (logical block, the table's own block, the cached block). They are equal if the cache took a reference on
+        the table's own block. If the content was already cached, the table now holds the cached block instead.
         """
         parent = table.blocks[num_published - 1] if num_published else NO_PARENT
         key = self._hash_of.get(parent, NO_HASH)
         if num_published and parent not in self._hash_of:
-            return  # its parent met a hash collision and is not cached
+            return  # a hash collision kept its parent out of the cache
         chain = self._chain(tokens, num_published, len(tokens) // self.block_size, key)
         for logical, key, block_tokens in chain:
             own = table.blocks[logical]
@@ -108,7 +110,7 @@ class PrefixCache:
                 self._hash_of[own] = key
                 yield logical, own, own
             elif entry.tokens != block_tokens or entry.parent_block != parent:
-                return  # another block has this hash; this one and its children stay private
+                return  # a hash collision: this block and its children are not cached
             elif entry.block != own:
                 table.replace(logical, entry.block)
                 self.reused([entry.block])
@@ -118,7 +120,7 @@ class PrefixCache:
     def _chain(
         self, tokens: Sequence[int], start: int, stop: int, key: int
     ) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-        """Of each logical block from start to stop - 1 its number, hash and tokens. `key`: the hash before them."""
+        """Yield (number, hash, tokens) of logical blocks start to stop - 1. `key`: the hash of the preceding block."""
         return hash_blocks(tokens, self.block_size, start, stop, key, self._chain_hash)
 
     def evict(self, num_blocks: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""After an error within a step: nothing is lost, nothing leaks, and the engine goes on."""
+"""Recovery from an error within a step: no request is lost, no block leaks, and the engine goes on."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from minipaged.engine.step_writer import StepWriters
 
 
 def start_over(requests: Iterable[Request], scheduler: Scheduler, blocks: Memory, writer: StepWriters) -> list[Request]:
-    """K/V that may be half written are dropped: every request that held some waits to be recomputed from its tokens.
+    """Drop K/V that may be half written: every request that held some waits to be recomputed from its tokens.
 
-    `requests`: all that have not ended; whatever raised may have left some of them in neither queue. Returns those that
-    were dropped.
+    `requests`: all that have not ended; the error may have left some of them in neither queue. Returns those whose
+    blocks were dropped.
     """
     blocks.take_moves()
     writer.forget()

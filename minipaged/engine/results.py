@@ -1,4 +1,4 @@
-"""What a request has produced, as its user gets it: what is new of it, and all of it once it has ended."""
+"""The results of a request, as its user receives them: updates with what is new, and the output once it has ended."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from minipaged.params import BeamSearchParams
 
 
 def make_update(request: Request, output: RequestOutput | None = None) -> RequestUpdate:
-    """What is new of the request since its last update. `output`: all of it, if it has ended."""
+    """Return what is new of the request since its last update. `output`: its whole output, if it has ended."""
     if request.beam_search:
         beams = output.outputs if output else ()
         return RequestUpdate(request.request_id, tuple(map(_whole_beam, beams)), output)
     prompt_logprobs = None
     if request.prompt_logprobs is not None and request.prompt_computed:
-        is_told = any(each.num_reported for each in (*request.sequences, *request.done))  # with the first tokens
+        is_told = any(each.num_reported for each in (*request.sequences, *request.done))  # sent with the first tokens
         prompt_logprobs = None if is_told else _of_prompt(request)
     news = [_news(sequence) for sequence in request.sequences if sequence.num_reported < len(sequence.output_token_ids)]
     if len(request.done) > request.num_done_reported:
@@ -27,12 +27,12 @@ def make_update(request: Request, output: RequestOutput | None = None) -> Reques
 
 
 def _of_prompt(request: Request) -> tuple[dict[int, float] | None, ...] | None:
-    """The log-probabilities of the prompt's tokens, as far as they are known; the first has none."""
+    """Log-probabilities of the prompt's tokens, as far as they are known; the first token has none."""
     return None if request.prompt_logprobs is None else (None, *request.prompt_logprobs)
 
 
 def _news(sequence: SequenceState) -> CompletionUpdate:
-    """Nearly always one token, in every step of every sequence: so this is written to be fast."""
+    """The update of one sequence, nearly always a single token. Called per step and sequence, so it must be fast."""
     token_ids, since = sequence.output_token_ids, sequence.num_reported
     sequence.num_reported = count = len(token_ids)
     return CompletionUpdate(
@@ -50,7 +50,7 @@ def _whole_beam(beam: CompletionOutput) -> CompletionUpdate:
 
 
 def make_output(request: Request, finished_time: float, *, finished: bool, error: str | None) -> RequestOutput:
-    """The output of a request all of whose sequences have ended. Raises DetokenizerFailed, for beams."""
+    """Return the output of a request whose sequences have all ended. Raises DetokenizerFailed, for beams."""
     outputs = tuple(_beam_outputs(request) if request.beam_search else _sample_outputs(request))
     return RequestOutput(
         request_id=request.request_id,
@@ -86,7 +86,7 @@ def _sample_outputs(request: Request) -> Iterator[CompletionOutput]:
 
 
 def _beam_outputs(request: Request) -> Iterator[CompletionOutput]:
-    """The best finished sequences; of a search that was cut short those that had finished."""
+    """The best finished sequences; if the search was cut short, the best of those that had finished."""
     assert isinstance(request.params, BeamSearchParams)
     best = sorted(request.hypotheses, key=lambda h: -h.score)[: request.params.beam_width]
     for index, hypothesis in enumerate(best):

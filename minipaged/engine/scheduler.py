@@ -1,20 +1,21 @@
-"""The scheduler: the queues, and how a step comes about (paper, sections 4.3 and 4.5).
+"""The scheduler: the queues, and the plan of each step (paper, sections 4.3 and 4.5).
 
-Decided anew at every step (continuous batching). What there is to decide, the policy decides (`policy.py`: first come,
-first served); it is asked only where its answer makes a difference, and what it answers is checked here:
+Every step is planned anew (continuous batching). The decisions are the policy's (`policy.py`: first come, first
+served). The scheduler calls it only where its answer makes a difference, checks the answer, and carries it out:
 
-1. Every running request gets its tokens: all that it has to run, if one batch has so many, else what the policy gives
-   it (`share_tokens`). Those that decode come first in the batch.
-2. While the blocks for that are not there, the policy names a victim (`victim`), and how it is to come back
-   (`way_back`). All sequences of a request go together: all or nothing.
-3. If nobody was preempted, those that the policy names (`admit`) come in: into a batch with room for them, and when
-   their blocks are there. NEVER is said when a request arrives, so none waits for what cannot happen.
+1. Every running request gets its tokens: all that it has to run if one batch has room for them, otherwise the number
+   that the policy gives it (`share_tokens`). Requests that decode come first in the batch.
+2. While there are too few blocks for that, the policy names a victim (`victim`) and how it will come back (`way_back`).
+   All sequences of a request are preempted together: all or nothing.
+3. If no request was preempted, the policy names waiting requests to admit (`admit`): those for which the batch has room
+   and the pool has blocks. A request that could NEVER be admitted is refused when it arrives, so none waits in vain.
 
 With asynchronous scheduling a plan may be made while the step before it is in flight (`assign_ahead`). Its decoding
-sequences then run a token that is being chosen; those that end with that token by their length are left out.
+sequences then run a token that is still being chosen. Sequences that reach their length limit with that token are left
+out.
 
-With pipeline parallelism those that run are dealt out to several lanes, and a step is one lane's (`lanes.py`).
-Otherwise there is one lane, number 0, with all of them.
+With pipeline parallelism the running requests are divided into several lanes, and a step runs those of one lane
+(`lanes.py`). Otherwise there is one lane, number 0, with all of them.
 """
 
 from __future__ import annotations
@@ -54,12 +55,12 @@ class Scheduler:
         self._blocks = blocks
         self._emit = emit
         self._max_tokens = config.max_num_batched_tokens
-        # A sequence that runs takes one token of each batch at least.
+        # A running sequence takes at least one token of each batch.
         self.max_sequences = min(config.max_num_seqs, config.max_num_batched_tokens)
 
     @property
     def policy(self) -> Policy:
-        """Whom the decisions are left to. May be replaced by another between two steps."""
+        """The policy that decides. It may be replaced between two steps."""
         return self.asked.policy
 
     @policy.setter
@@ -69,12 +70,12 @@ class Scheduler:
     # --- The queues -------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Let a new request wait: the latest arrival is the last."""
+        """Put a new request into the waiting queue, as the latest arrival."""
         self.waiting.append(request)
         self.asked.queues_changed(())
 
     def remove(self, request: Request) -> None:
-        """It has ended, wherever it is."""
+        """Take a request that has ended out of its queue."""
         if request.state is RequestState.RUNNING:
             self._stop(request)
         else:
@@ -82,7 +83,7 @@ class Scheduler:
         self.asked.queues_changed([request])
 
     def _wait(self, request: Request, state: RequestState) -> None:
-        """It ran, and waits now, in its place in the order of arrival."""
+        """Move a running request to its place in the waiting queue."""
         self._stop(request)
         insort(self.waiting, request, key=_order)
         request.state = state
@@ -93,7 +94,7 @@ class Scheduler:
         self.lanes[request.lane].running.remove(request)
 
     def _run(self, request: Request) -> None:
-        """It waited, and runs now."""
+        """Move a waiting request to its place in the running queue."""
         self.waiting.remove(request)
         for queue in (self.running, self.lanes[request.lane].running):
             insort(queue, request, key=_order)
@@ -101,7 +102,7 @@ class Scheduler:
         self.asked.queues_changed([request])
 
     def let_all_wait(self, requests: Iterable[Request]) -> list[Request]:
-        """After an error: all of these wait, whatever the queues were. Returns them in order of arrival."""
+        """Recover from an error: put all these requests into the waiting queue. Returns them in order of arrival."""
         self.waiting, self.running = sorted(requests, key=_order), []
         self.asked.queues_changed(self.waiting)
         for lane in self.lanes:
@@ -111,9 +112,9 @@ class Scheduler:
     # --- One step ---------------------------------------------------------------------------------
 
     def schedule(self, ahead: Plan | None = None, lane: int = 0) -> Plan:
-        """Decide the next step and take the blocks for it. `ahead`: what `assign_ahead` has decided already.
+        """Plan the next step and take the blocks for it. `ahead`: the plan that `assign_ahead` has already made.
 
-        The step is another lane's than `lane` where all that ran in that one have had to make room.
+        If every request of `lane` had to be preempted, the step runs another lane.
         """
         plan, preempted = ahead or self._assign(lane), False
         while ahead is None and (short := self._blocks_short(plan)) > 0:
@@ -129,19 +130,19 @@ class Scheduler:
         return plan
 
     def assign_ahead(self, lane: int = 0) -> Plan | None:
-        """What those that run in the lane run next, while steps are in flight. None if nothing can be launched before
-        these are committed, for want of blocks: their tokens may free some, and nothing in flight is preempted."""
+        """Plan the lane's next step while other steps are in flight. None if blocks are short: nothing in flight is
+        preempted, but committing those steps may free some."""
         plan = self._assign(lane)
         return None if self._blocks_short(plan) > 0 else plan
 
     def has_work(self, lane: int) -> bool:
-        """Whether the lane has anything to run, or somebody would come in."""
+        """Whether the lane has a request to run, or one to admit."""
         return bool(self.lanes[lane].running or (self.waiting and self._entering(lane, self._max_tokens)))
 
-    # --- 1. Tokens for those that run -------------------------------------------------------------
+    # --- 1. Tokens for running requests -----------------------------------------------------------
 
     def _assign(self, lane: int) -> Plan:
-        """What each running request runs: first those that decode, then the others, both in order of arrival."""
+        """Give each running request its tokens: first those that decode, then the others, both in order of arrival."""
         running = self.lanes[lane].running
         decoding: list[ScheduledRequest] = []
         behind: list[ScheduledRequest] = []
@@ -149,7 +150,7 @@ class Scheduler:
             work = request.remaining()
             if work and all(num_tokens == 1 for _, num_tokens in work):
                 decoding.append(ScheduledRequest(request, work, completes=True))
-            elif work:  # prompts, and what was dropped
+            elif work:  # prompts, and tokens to recompute
                 behind.append(self._whole(request))
         wholes = decoding + behind
         plan = Plan(wholes, lane)
@@ -160,10 +161,11 @@ class Scheduler:
         return Plan([part for part in parts if part.work], lane)
 
     def _whole(self, request: Request) -> ScheduledRequest:
-        """All that the request could run in one step, however large.
+        """Everything that the request could run in one step, however large.
 
-        The last tokens of all its sequences run in the same step, because the next tokens are chosen together.
-        After recomputation siblings catch up one after another, so that each can share what the one before computed.
+        Its sequences run their last tokens in the same step, because their next tokens are chosen together. After
+        recomputation, sequences catch up one after another, so that each can share the blocks that the one before
+        computed.
         """
         for sequence in request.sequences:
             if sequence.num_computed == 0:
@@ -178,25 +180,26 @@ class Scheduler:
         return ScheduledRequest(request, [(sequence, n - 1)], completes=False)
 
     def _part(self, whole: ScheduledRequest, num_tokens: int) -> ScheduledRequest:
-        """So many tokens of it: all; or a chunk of its first sequence that is behind; or, if none is, nothing."""
+        """The part of `whole` that fits in `num_tokens`: all of it, or a chunk of its first sequence behind, or
+        nothing."""
         if whole.num_query_tokens <= num_tokens:
             return whole
         behind = [(sequence, n) for sequence, n in whole.request.remaining() if n > 1]
         chunk = [(sequence, min(n - 1, num_tokens)) for sequence, n in behind[:1] if num_tokens > 0]
         return ScheduledRequest(whole.request, chunk, completes=False)
 
-    # --- 2. The blocks for them, and preemption ---------------------------------------------------
+    # --- 2. Blocks for these tokens, and preemption -----------------------------------------------
 
     def _blocks_short(self, plan: Plan) -> int:
-        """How many blocks are missing to run this; 0 or less if none."""
+        """The number of blocks missing to run this plan; 0 or less if there are enough."""
         available = self._blocks.num_available
-        most = plan.num_query_tokens  # a token takes one block at most: if there are so many, there is no need to count
+        most = plan.num_query_tokens  # each token takes at most one block: if there are that many, skip the exact count
         if most <= available:
             return most - available
         return sum(self._blocks.blocks_needed(part.work) for part in plan.scheduled) - available
 
     def _preempt(self, short: int) -> None:
-        """Take all blocks from the one that the policy names."""
+        """Take all blocks from the victim that the policy names."""
         victim = self.asked.victim(self.running)
         way = self.asked.way_back(victim)
         filled = victim.filled_slots(self._blocks.block_size)
@@ -213,9 +216,9 @@ class Scheduler:
     # --- 3. Admission -----------------------------------------------------------------------------
 
     def admit(self, plan: Plan) -> Plan:
-        """Let in whom the policy names, until it names nobody: once somebody is in, others may need less.
+        """Admit the requests that the policy names, until it names none: each admission may lower what the others need.
 
-        Returns the same plan if nobody has come in, and else one with those who have.
+        Returns `plan` itself if no request was admitted, else a plan extended by the new ones.
         """
         admitted: list[ScheduledRequest] = []
         tokens_left = self._max_tokens - plan.num_query_tokens

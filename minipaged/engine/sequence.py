@@ -1,11 +1,11 @@
-"""Requests and their sequences: what the engine knows of each, and the states a request moves through.
+"""Requests and their sequences: what the engine knows of each, and the states of a request.
 
     waiting --admit--> running --finish--> finished
        ^                  |
        +----preempt-------+      (keeping its blocks on the host when swapped, none when it will be recomputed)
 
-A *request* is one prompt with its parameters; a *sequence* is one continuation of it, with a block table of its own.
-A request starts with one sequence and forks when its prompt has been computed (parallel sampling, beam search). Its
+A *request* is one prompt with its parameters; a *sequence* is one continuation of it, with a block table of its own. A
+request starts with one sequence and forks when its prompt has been computed (parallel sampling, beam search). Its
 sequences are scheduled, preempted and brought back together (paper, section 4.5: all or nothing).
 """
 
@@ -21,12 +21,14 @@ from minipaged.steps import Sampling
 
 
 class RequestState(Enum):
+    """The state of a request."""
+
     WAITING = "waiting"
     """Holds no blocks: new, or preempted and to be recomputed."""
     SWAPPED = "swapped"
-    """Waits too, with its K/V in host blocks."""
+    """Waits with its K/V in host blocks."""
     RUNNING = "running"
-    """Holds device blocks and is part of every step that has room for it."""
+    """Holds device blocks, and is part of every step that has room for it."""
     FINISHED = "finished"
 
 
@@ -36,45 +38,45 @@ class SequenceState:
 
     sequence_id: int
     tokens: list[int]
-    """Prompt and output."""
+    """Tokens of prompt and output."""
     output_token_ids: list[int]
-    """The output alone."""
+    """Tokens of the output alone."""
     table: BlockTable
     swapped: bool = False
-    """Whether `table` is over the host pool."""
+    """Whether the blocks of `table` are in the host pool."""
     pending: bool = False
-    """Whether the step in flight is choosing the token after `tokens`, and it is to run."""
+    """Whether the step in flight is choosing the token after `tokens`, and that token will be run."""
     index: int = 0
-    """Which of the request's n samples this is."""
+    """The number of this sample among the request's n samples."""
     lane: int = 0
-    """Its request's."""
+    """The lane of its request."""
     cumulative_logprob: float = 0.0
     logprobs: list[dict[int, float]] | None = None
-    """Of each output token, where the request asks for them."""
+    """Log-probabilities reported for each output token; None unless the request wants them."""
     num_published: int = 0
-    """Leading blocks of the table known to the prefix cache."""
+    """The number of blocks at the start of the table that are in the prefix cache."""
     most_computed: int = 0
-    """The largest number of tokens whose K/V this sequence had when it gave them up: computing below it is recomputing.
-    """
+    """The number of tokens whose K/V this sequence had when it gave up its blocks; computing them again is
+    recomputation. 0 once it has caught up."""
     num_steps: int = 0
-    """Steps in which it held blocks, and `token_steps`, the tokens they held summed over those steps (for stats)."""
+    """The number of steps in which it held blocks (for stats)."""
     token_steps: int = 0
+    """The tokens that its blocks held, summed over the steps (for stats)."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     detokenizer: Detokenizer | None = None
-    """The text so far. Where nobody reads along, and no stop string is looked for, it is made when the sequence ends.
-    """
+    """The text so far. It is made only when the sequence ends if no update and no stop string needs it earlier."""
     num_reported: int = 0
-    """Output tokens that the request's updates have told of."""
+    """The number of output tokens that updates of the request have included."""
 
     @property
     def num_computed(self) -> int:
-        """Tokens whose K/V have a slot: the pending one too, once its step is scheduled."""
+        """Tokens whose K/V have a slot, including the pending one once its step is scheduled."""
         return self.table.num_tokens
 
     @property
     def num_remaining(self) -> int:
-        """Tokens to run before the next one can be chosen: 1 while decoding; 0 while its last token is chosen."""
+        """Tokens to run before the next one can be chosen: 1 while decoding; 0 while its last token is being chosen."""
         return len(self.tokens) + self.pending - self.table.num_tokens
 
 
@@ -94,37 +96,37 @@ class Request:
 
     request_id: str
     order: int
-    """Arrival order: no two requests have the same."""
+    """Its place in the order of arrival; no two requests have the same."""
     arrival_time: float
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams | BeamSearchParams
     final_token_ids: frozenset[int]
-    """The tokens that end a sequence of it: the model's, unless they are to be ignored, and its own stop tokens."""
+    """Tokens that end a sequence: the model's EOS tokens, unless they are ignored, and the request's stop tokens."""
     max_output_tokens: int
-    """`max_tokens`, cut to what `max_model_len` leaves."""
+    """`max_tokens`, limited to what `max_model_len` leaves."""
     priority: int
-    """As whoever sent it wishes: the smaller, the earlier, if the policy looks at it."""
+    """The priority given by the sender: smaller comes first, if the policy looks at it."""
     sequences: list[SequenceState]
-    """The sequences that go on. Finished ones move to `done`."""
+    """The sequences that have not ended. Finished ones move to `done`."""
     sampling: Sampling | None = None
     """How the tokens of its first sequence are chosen; None for beam search."""
     decode: Decode | None = None
-    """Makes its text of its tokens."""
+    """Turns its tokens into text."""
     prompt_logprobs: list[dict[int, float]] | None = None
-    """Of the prompt's tokens after the first, as far as they are known; None where nobody asks for them."""
+    """Log-probabilities of the prompt's tokens after the first, as far as known; None if the request wants none."""
     done: list[SequenceState] = field(default_factory=list)
     num_done_reported: int = 0
-    """Those of `done` whose end the request's updates have told of."""
+    """The number of sequences in `done` whose end an update has reported."""
     beam_search: BeamSearch | None = None
     hypotheses: list[Hypothesis] = field(default_factory=list)
     reads_along: bool = False
-    """Whether its user wants to be told of each step."""
+    """Whether its user wants an update after each step."""
     state: RequestState = RequestState.WAITING
     lane: int = 0
-    """The lane that it runs in, or ran in last: with pipeline parallelism there are several (`lanes.py`)."""
+    """The lane in which it runs or last ran; with pipeline parallelism there are several (`lanes.py`)."""
     prompt_computed: bool = False
-    """Whether it has forked into all its sequences."""
+    """Whether its prompt is computed and it has forked into all its sequences."""
     num_cached_tokens: int | None = None
     num_preemptions: int = 0
     first_scheduled_time: float | None = None
@@ -132,29 +134,29 @@ class Request:
 
     @property
     def num_sequences(self) -> int:
-        """How many sequences it has or will have once its prompt is computed."""
+        """The number of sequences that it has, or will have once its prompt is computed."""
         if self.prompt_computed and self.beam_search is None:
             return len(self.sequences)
         return self.params.beam_width if isinstance(self.params, BeamSearchParams) else self.params.n
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Not where the log-probabilities of its prompt are wanted still: they come from computing it."""
+        """Whether it may use the prefix cache: False while log-probabilities of its prompt are still to be computed."""
         return self.prompt_logprobs is None or self.prompt_computed
 
     def remaining(self) -> list[tuple[SequenceState, int]]:
-        """Its sequences that have tokens to run, each with how many."""
+        """Its sequences that have tokens to run, each with their number."""
         return [(sequence, n) for sequence in self.sequences if (n := sequence.num_remaining)]
 
     def ends_by_length(self, sequence: SequenceState) -> bool:
-        """Whether the sequence's next token is its last, whichever it is."""
+        """Whether the sequence's next token is its last, whichever token it is."""
         return len(sequence.output_token_ids) + 1 >= self.max_output_tokens
 
     def needs_tokens_on_host(self) -> bool:
-        """Whether its next step takes more of the tokens now being chosen than their numbers, which the device has.
+        """Whether the host must know the tokens now being chosen before it can write the request's next step.
 
-        Penalties count them, a bad word of several tokens goes by them, beam search forks by them; and the samples of
-        one prompt fork when it is computed.
+        Penalties count these tokens, a bad word of several tokens depends on them, beam search forks by them, and the
+        samples of a prompt fork when it is computed.
         """
         if self.sampling is None:
             return bool(self.sequences)
@@ -163,7 +165,7 @@ class Request:
         return not all(self.ends_by_length(sequence) for sequence in self.sequences)
 
     def filled_slots(self, block_size: int) -> dict[int, int]:
-        """For each different block that its sequences hold, in order of first use: how many of its slots are filled."""
+        """The filled slots of each block that its sequences hold, as block -> number, in order of first use."""
         filled: dict[int, int] = {}
         for sequence in self.sequences:
             for logical, block in enumerate(sequence.table.blocks):

@@ -1,16 +1,16 @@
-"""What paging saved and cost, counted from the engine's events: of a recorded run it is counted again by
-`stats_of`.
+"""The statistics of paging: what it saved and cost, counted from events. `stats_of` counts those of a recorded run
+again.
 
-The waste of KV memory is told apart as in the paper's Fig. 2:
+The waste of KV memory is divided as in the paper's Fig. 2:
 
 - *tokens*: slots that hold the K/V of a token;
 - *reserved*: slots held now for tokens that come later;
 - *internal fragmentation*: slots held for tokens that never come;
-- what is left of the pool is *free*.
+- the rest of the pool is *free*.
 
-Paging reserves nothing: all that it wastes is the unfilled end of each last block, counted as internal fragmentation.
-Beside it stands what a contiguous cache would have taken for the same sequences in the same steps: `max_model_len`
-slots each, nothing shared. Which of those were reserved and which never came is known once the sequence has ended.
+Paging reserves nothing: it wastes only the unfilled end of each last block, which counts as internal fragmentation. For
+comparison, the same sequences are counted as if in a contiguous cache: `max_model_len` slots each, nothing shared.
+Which of those slots were reserved, and which were never used, is known once the sequence has ended.
 """
 
 from __future__ import annotations
@@ -19,28 +19,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from minipaged.events import (
-    BlockCopied,
-    BlockEvicted,
-    BlocksLoaded,
-    BlocksStored,
-    EngineStarted,
-    Event,
-    PrefixReused,
-    RequestAdmitted,
-    RequestFinished,
-    RequestPreempted,
-    SequenceFinished,
-    StepFinished,
-    StepScheduled,
-    SwappedIn,
-    SwappedOut,
-    TokensComputed,
-)
+from minipaged import events as ev
+from minipaged.events import Event
 
 
 class StepUsage(NamedTuple):
-    """The fields of a StepScheduled but for the step's number: what is counted of each step, and told if heard."""
+    """The fields of a StepScheduled without the step's number: counted in each step, and emitted for listeners."""
 
     num_sequences: int
     num_tokens: int
@@ -52,7 +36,7 @@ class StepUsage(NamedTuple):
 
 @dataclass(slots=True)
 class MemoryUse:
-    """Slots, summed over steps: divide by the number of steps for the mean."""
+    """Slots, summed over steps. Divide by the number of steps for the mean."""
 
     tokens: int = 0
     reserved: int = 0
@@ -63,13 +47,13 @@ class MemoryUse:
         return self.tokens + self.reserved + self.internal_fragmentation
 
     def share_of_tokens(self) -> float:
-        """Of the slots taken, the share that held tokens (1.0 when none was taken)."""
+        """The share of the taken slots that held tokens (1.0 if none was taken)."""
         return self.tokens / self.taken if self.taken else 1.0
 
 
 @dataclass(slots=True)
 class Stats:
-    """Counts since the engine started. Events of single tokens are not needed: without listeners there are none."""
+    """Counts since the engine started. They need no events about single tokens, which are made only for listeners."""
 
     steps: int = 0
     step_seconds: float = 0.0
@@ -80,89 +64,90 @@ class Stats:
     max_model_len: int = 0
     blocks_total: int = 0
     blocks_used: int = 0
-    """Held by sequences."""
+    """Blocks held by sequences."""
     blocks_cached: int = 0
-    """Held by the prefix cache only."""
+    """Blocks held by the prefix cache only."""
     blocks_saved: int = 0
     """Block-table entries beyond the first that hold the same block."""
     peak_blocks_used: int = 0
     blocks_copied: int = 0
-    """Copies on write."""
+    """Blocks copied on write."""
     blocks_swapped_out: int = 0
     blocks_swapped_in: int = 0
     preempted_by_swap: int = 0
     preempted_by_recompute: int = 0
     tokens_recomputed: int = 0
     prefix_cache_query_tokens: int = 0
-    """Tokens of the requests that were admitted, looked up in the prefix cache; once more after a recomputation."""
+    """Tokens of admitted requests that were looked up in the prefix cache; counted again after a recomputation."""
     prefix_cache_hit_tokens: int = 0
-    """Those of them that it had."""
+    """Tokens that the prefix cache had when they were looked up."""
     prefix_cache_evictions: int = 0
     blocks_stored: int = 0
-    """For other engines, by a KV connector; and `blocks_loaded`, had from them."""
+    """Blocks stored for other engines by a KV connector."""
     blocks_loaded: int = 0
+    """Blocks loaded from other engines by a KV connector."""
     block_steps: int = 0
-    """Different blocks held, summed over steps."""
+    """Distinct blocks held, summed over steps."""
     table_entry_steps: int = 0
-    """Block-table entries, summed over steps: what would be held without sharing."""
+    """Block-table entries, summed over steps: the blocks that would be held without sharing."""
     paged: MemoryUse = field(default_factory=MemoryUse)
     contiguous: MemoryUse = field(default_factory=MemoryUse)
 
     @property
     def share_saved(self) -> float:
-        """Blocks saved by sharing / blocks without sharing (paper, Fig. 15), over all steps."""
+        """The share of blocks that sharing saved, over all steps (paper, Fig. 15)."""
         return 1 - self.block_steps / self.table_entry_steps if self.table_entry_steps else 0.0
 
     def on_event(self, event: Event) -> None:
-        """Count what happened."""
+        """Count one event."""
         match event:
-            case StepScheduled():  # what every step has comes first
+            case ev.StepScheduled():  # the events of every step come first
                 self.note_memory(event)
-            case StepFinished():
+            case ev.StepFinished():
                 self.note_step(event.num_query_tokens, event.seconds, event.num_generated)
-            case EngineStarted():
+            case ev.EngineStarted():
                 self.block_size = event.block_size
                 self.max_model_len = event.max_model_len
                 self.blocks_total = event.num_blocks
-            case TokensComputed():
+            case ev.TokensComputed():
                 self.tokens_recomputed += event.recomputed
-            case BlockCopied():
+            case ev.BlockCopied():
                 self.blocks_copied += 1
-            case RequestAdmitted():
+            case ev.RequestAdmitted():
                 self.prefix_cache_query_tokens += event.num_looked_up
-            case PrefixReused() if event.source == "cache":
+            case ev.PrefixReused() if event.source == "cache":
                 self.prefix_cache_hit_tokens += len(event.blocks) * self.block_size
-            case BlockEvicted():
+            case ev.BlockEvicted():
                 self.prefix_cache_evictions += 1
-            case SwappedOut():
+            case ev.SwappedOut():
                 self.blocks_swapped_out += len(event.pairs)
-            case SwappedIn():
+            case ev.SwappedIn():
                 self.blocks_swapped_in += len(event.pairs)
-            case RequestPreempted():
+            case ev.RequestPreempted():
                 if event.mode == "swap":
                     self.preempted_by_swap += 1
                 else:
                     self.preempted_by_recompute += 1
-            case BlocksStored():
+            case ev.BlocksStored():
                 self.blocks_stored += len(event.blocks)
-            case BlocksLoaded():
+            case ev.BlocksLoaded():
                 self.blocks_loaded += len(event.blocks)
-            case RequestFinished():
+            case ev.RequestFinished():
                 self.finished_requests += 1
-            case SequenceFinished():
+            case ev.SequenceFinished():
                 self.contiguous.internal_fragmentation -= event.slot_steps_reserved
                 self.contiguous.reserved += event.slot_steps_reserved
 
     def note_step(self, num_query_tokens: int, seconds: float, num_generated: int) -> None:
-        """A step is done. (Of its events these two come with every step; where nobody listens, the engine calls this
-        and `note_memory` without making them.)"""
+        """Count a finished step. (This and `note_memory` correspond to the two events that come with every step.
+        Without listeners, the engine calls them directly and makes no events.)"""
         self.steps += 1
         self.step_seconds += seconds
         self.query_tokens += num_query_tokens
         self.generated_tokens += num_generated
 
-    def note_memory(self, step: StepScheduled | StepUsage) -> None:
-        """The memory that the running requests held during the step."""
+    def note_memory(self, step: ev.StepScheduled | StepUsage) -> None:
+        """Count the memory that running requests held during the step."""
         self.blocks_used, self.blocks_cached = step.blocks_used, step.blocks_cached
         self.blocks_saved = step.table_entries - step.blocks_used
         self.peak_blocks_used = max(self.peak_blocks_used, step.blocks_used)
@@ -175,7 +160,7 @@ class Stats:
 
 
 def stats_of(events: Iterable[Event]) -> Stats:
-    """What was counted in a run with these events."""
+    """Return the statistics of a run with these events."""
     stats = Stats()
     for event in events:
         stats.on_event(event)

@@ -1,16 +1,17 @@
-"""A short way for steps in which all go on decoding. It only saves time: the engine works without it.
+"""A short way for steps in which every sequence only decodes. It only saves time: the engine works without it.
 
 In most steps every sequence runs its latest token, gets one more, and nothing else happens. The long way
-(`Scheduler.schedule`, `StepWriter.write`, `Committer.commit`) then finds out the same for each of them in every step.
-Here the latest plan of a lane is used again as it is:
+(`Scheduler.schedule`, `StepWriter.write`, `Committer.commit`) then finds the same result for each sequence in every
+step. The short way reuses the lane's latest plan unchanged:
 
-- launch: a block for each sequence whose last block is full, and nothing for the others. How many slots of their tables
-  are filled, and in how many steps they held their blocks, is known from the number of steps; `settle` writes it down.
-- commit: each sequence gets its token, as the committer appends it.
+- launch: each sequence whose last block is full gets a block, and nothing is done for the others. The filled slots of
+  their tables, and the steps in which they held their blocks, follow from the number of steps. `settle` writes these
+  down.
+- commit: each sequence gets its token, appended by the committer.
 
-Everything else goes the long way, after `stop`: a sequence that ends, somebody who comes in, too few blocks, an abort,
-an error. `Engine(steady=False)` goes the long way in every step. Both give the same steps, events, outputs and counts
-(tests/engine/test_steady.py).
+Everything else takes the long way, after `stop`: a sequence that ends, a request that is admitted, too few blocks, an
+abort, an error. `Engine(steady=False)` takes the long way in every step. Both ways give the same steps, events, outputs
+and counts (tests/engine/test_steady.py).
 """
 
 from __future__ import annotations
@@ -37,32 +38,32 @@ from minipaged.outputs import CompletionUpdate, RequestUpdate
 
 
 class Batch:
-    """The sequences of a lane that go on decoding, each with a token more in every step."""
+    """The sequences of a lane that go on decoding, each with one more token per step."""
 
     def __init__(self, plan: Plan, blocks: Memory, in_flight: int) -> None:
-        """`plan`: of the lane's latest step. `in_flight`: the steps of the lane whose tokens are not known yet."""
+        """`plan`: the lane's latest plan. `in_flight`: how many of the lane's steps have tokens not known yet."""
         self.plan = plan
         self.needs_tokens = any(part.request.needs_tokens_on_host() for part in plan.scheduled)
-        """Whether a step takes more of its tokens than the device knows."""
+        """Whether the host must know a step's tokens before it can write the next step."""
         self.steps_left = -in_flight + min(
             part.request.max_output_tokens - len(sequence.output_token_ids)
             for part in plan.scheduled
             for sequence, _ in part.work
         )
-        """In so many more steps no sequence has ended by its length."""
+        """The number of steps that can still be launched; in the last of them a sequence reaches its length limit."""
         self.sequences = [sequence for sequence, _ in plan.work()]
         self.plain = [Plain.of(part) for part in plan.scheduled]
         self._blocks = blocks
         self._start = [sequence.table.num_tokens for sequence in self.sequences]
         self._num_launched = 0
-        self._filled = [0] * len(self.sequences)  # for so many of the launched steps their tables have slots
-        self._failed_at = 0  # sequences before it have a slot for one step more: the launch of which failed
-        self._due: defaultdict[int, list[int]] = defaultdict(list)  # launch -> the sequences that then need a block
+        self._filled = [0] * len(self.sequences)  # the number of launched steps for which each table has slots
+        self._failed_at = 0  # if a launch failed: sequences before this one have their slot
+        self._due: defaultdict[int, list[int]] = defaultdict(list)  # launch -> the sequences that need a block then
         for i in range(len(self.sequences)):
             self._note_room(i)
-        # Steps of the engine in which they held blocks: how many, and the launched steps until then, summed over them.
+        # The engine's steps in which they held blocks: their number, and the sum of `_num_launched` over them.
         self._held = (0, 0)
-        self._noted = [(0, 0)] * len(self.sequences)  # as much of `_held` as the sequence knows
+        self._noted = [(0, 0)] * len(self.sequences)  # the part of `_held` already counted in each sequence
 
     def _note_room(self, i: int) -> None:
         table = self.sequences[i].table
@@ -71,11 +72,11 @@ class Batch:
 
     @property
     def num_due(self) -> int:
-        """Blocks that the next step takes."""
+        """The number of blocks that the next step takes."""
         return len(self._due.get(self._num_launched + 1, ()))
 
     def advance(self, emit: Emit) -> None:
-        """Slots for one step more. If a block cannot be had, those before have their slots, as on the long way."""
+        """Take slots for one more step. If a block is missing, earlier sequences keep theirs, as on the long way."""
         launch, num_sequences = self._num_launched + 1, len(self.sequences)
         due = sorted(self._due.pop(launch, ()))
         try:
@@ -109,18 +110,18 @@ class Batch:
         self._note_room(i)
 
     def _fill(self, i: int, launch: int) -> None:
-        """The table has slots for so many launched steps: in its last block, so that it takes none."""
+        """Take the table's slots for the first `launch` steps. They are all in its last block, so no block is taken."""
         if launch > self._filled[i]:
             self.sequences[i].table.append(launch - self._filled[i])
             self._filled[i] = launch
 
     def note_step(self) -> None:
-        """The engine makes a step, by this batch or in another lane."""
+        """Count a step of the engine, whether of this batch or of another lane."""
         num_steps, sum_launched = self._held
         self._held = num_steps + 1, sum_launched + self._num_launched
 
     def settle(self, i: int) -> None:
-        """Write down in the sequence what its steps come to."""
+        """Bring sequence `i` up to date: the slots of its table, and its counts of steps."""
         self._fill(i, self._num_launched + (i < self._failed_at))
         (num_steps, sum_launched), (steps_noted, sum_noted) = self._held, self._noted[i]
         if new := num_steps - steps_noted:
@@ -131,7 +132,7 @@ class Batch:
 
 
 class Steady:
-    """The short way of one engine, with the engine's own way for everything else."""
+    """The short way of one engine; it calls the engine's own parts for everything else."""
 
     def __init__(
         self,
@@ -148,26 +149,33 @@ class Steady:
         self._blocks = blocks
         self._writers = writers
         self._emit = emit
-        scheduler.asked.settle = self.settle  # the policy may look at those that run
-        self._batches: dict[int, Batch] = {}  # by lane
-        self._latest: dict[int, Plan] = {}  # of each lane, since the engine last went the long way in all of them
+        scheduler.asked.settle = self.settle  # the policy may look at running requests
+        self._batches: dict[int, Batch] = {}  # lane -> its batch
+        self._latest: dict[int, Plan] = {}  # lane -> its latest plan, while a request runs or waits
 
     def settle(self) -> None:
-        """Let all sequences be as the long way would have left them."""
+        """Bring all sequences to the state in which the long way would have left them."""
         for batch in self._batches.values():
             for i in range(len(batch.sequences)):
                 batch.settle(i)
 
     def stop(self) -> None:
-        """Let all sequences be as on the long way, and forget the batches: something other than decoding comes next."""
+        """Settle all sequences and forget batches and plans: something other than a step comes next."""
+        self._pause()
+        self._latest.clear()
+
+    def _pause(self) -> None:
+        """Settle all sequences and forget the batches, for a step that takes the long way.
+
+        Lanes in which all sequences still decode then go on by their latest plans.
+        """
         self.settle()
         self._batches.clear()
-        self._latest.clear()
 
     # --- Launching --------------------------------------------------------------------------------
 
     def launch(self, ahead: Plan | None = None, lane: int = 0) -> LaunchedStep:
-        """Launch a step. `ahead`: what `assign_ahead` has answered."""
+        """Launch a step. `ahead`: the plan that `assign_ahead` returned."""
         batch = self._batches.get(lane)
         if ahead is None:
             batch = self._going_on(lane, in_flight=0)
@@ -175,26 +183,25 @@ class Steady:
             batch = None
         if batch is not None:
             return self._launch(batch)
-        latest = {**self._latest}
-        self.stop()
+        self._pause()
         step = self._launcher.launch(ahead, lane)
-        self._latest = latest | {step.plan.lane: step.plan}
+        self._latest[step.plan.lane] = step.plan
         return step
 
     def assign_ahead(self, lane: int, before: LaunchedStep | None = None) -> Plan | None:
-        """What the lane runs next; None if that cannot be launched yet. `before`: its step that is in flight."""
+        """Return the lane's next plan; None if it cannot be launched yet. `before`: the lane's step in flight."""
         if batch := self._going_on(lane, in_flight=int(before is not None)):
             if before and batch.needs_tokens:
                 return None
             for sequence in batch.sequences if before and self._scheduler.waiting else ():
-                sequence.pending = True  # the policy may look at those that run
+                sequence.pending = True  # the policy may look at running requests
             return batch.plan
         self.settle()
         scheduler = self._scheduler
         return assign_ahead(scheduler, before) if before else scheduler.assign_ahead(lane)
 
     def _going_on(self, lane: int, in_flight: int) -> Batch | None:
-        """The lane's batch, if its next step can go the short way."""
+        """The lane's batch, if its next step can take the short way."""
         batch = self._batches.get(lane)
         if batch is None:
             plan = self._latest.get(lane)
@@ -213,7 +220,7 @@ class Steady:
         if self._scheduler.waiting:
             plan = self._scheduler.admit(plan)
             if plan is not batch.plan:
-                self.stop()
+                self._pause()
                 plan.lay_out()
                 self._latest[plan.lane] = plan
                 return launcher.hand_over(plan, started)
@@ -225,8 +232,8 @@ class Steady:
         return LaunchedStep(step.number, started, plan, launcher.runner.run(step))
 
     def _memory_held(self) -> StepUsage:
-        """What `memory_use.memory_held` finds. Each sequence of a batch has written into a block of its own, so they
-        share only full ones."""
+        """The result of `memory_use.memory_held`. No two sequences share a last block, so all shared blocks are
+        full."""
         num_sequences = 0
         for batch in self._batches.values():
             batch.note_step()
@@ -237,15 +244,17 @@ class Steady:
     # --- Committing -------------------------------------------------------------------------------
 
     def commit(self, step: LaunchedStep) -> None:
-        """Make the step's results part of the requests."""
+        """Add the step's results to its requests."""
         batch = self._batches.get(step.plan.lane)
         if batch is None or batch.plan is not step.plan:
             self._committer.commit(step)
         elif self._commit(batch, step):
-            self.stop()
+            self._pause()
+        if not (self._scheduler.running or self._scheduler.waiting):
+            self._latest.clear()  # an idle engine keeps no sequences
 
     def _commit(self, batch: Batch, step: LaunchedStep) -> bool:
-        """Whether a sequence has ended."""
+        """Commit a step of the batch. Returns whether a sequence has ended."""
         blocks, committer, append_token = self._blocks, self._committer, self._committer.append_token
         publishes, block_size = blocks.prefix_cache is not None, blocks.block_size
         sampled = list(step.result.choices)  # this is where the host waits for the device
@@ -257,11 +266,11 @@ class Steady:
                 begins_or_ends = not 0 < num_before < last or choice.token_id in final_token_ids
                 if not (begins_or_ends or choice.error or sequence.finish_reason):
                     if publishes and (computed := len(sequence.tokens)) // block_size != sequence.num_published:
-                        batch.settle(part.first_row)  # or its last block, now others', would count as one to be filled
+                        batch.settle(part.first_row)  # first, because filling a shared last block would copy it
                         blocks.publish(sequence, computed)
                     token = choice.token_id
                     append_token(request, sequence, token, choice.logprob)
-                    if request.reads_along:  # what `Committer.report` comes to, in half the time
+                    if request.reads_along:  # as `Committer.report`, in half the time
                         sequence.num_reported += 1
                         news = CompletionUpdate(sequence.index, (token,), "", None, None, None)
                         committer.updates.append(RequestUpdate(request.request_id, (news,), None))
@@ -274,7 +283,7 @@ class Steady:
 
 
 def _all_go_on(plan: Plan, lane: Lane) -> bool:
-    """Whether a step by this plan is one in which all that run in the lane decode, and in the order of arrival."""
+    """Whether all requests that run in the lane decode by this plan, in order of arrival."""
     if not all(part.decodes and part.num_choices == 1 for part in reversed(plan.scheduled)):
         return False
     if not plan.scheduled or [part.request for part in plan.scheduled] != lane.running:
@@ -286,13 +295,13 @@ def _all_go_on(plan: Plan, lane: Lane) -> bool:
 
 
 class Plain(NamedTuple):
-    """A sequence whose next token is appended and told of, and no more: without text, logprobs or siblings."""
+    """A sequence whose next token is only appended and reported: it has no text, logprobs or siblings."""
 
     request: Request
     sequence: SequenceState
     final_token_ids: frozenset[int]
     last: int
-    """The number of its output tokens when the next one is the last that its length allows."""
+    """The number of its output tokens when its length allows just one more."""
 
     @classmethod
     def of(cls, part: ScheduledRequest) -> Plain | None:

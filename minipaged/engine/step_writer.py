@@ -1,8 +1,8 @@
-"""Writes the steps that runners are given: collects what changes while it does, and says it at the next step.
+"""Writers of steps: they collect what changes between steps, and write it into the next step for the runner.
 
-The other end is the runner's mirror (`mirror.py`). Nothing is compared to find out what has changed: the block manager
-says which tables have, the engine which sequences forked and ended. So the writing of a step costs what has changed,
-not what runs. (Rows are compared; but not those of a step in which all that ran only goes on: `write_on`.)
+The receiving end is the runner's mirror (`mirror.py`). Nothing is compared to find changes: the block manager reports
+changed tables, and the engine reports sequences that forked or ended. So writing a step costs as much as has changed,
+not as much as runs. (Rows are compared, except in a step in which all of them only go on: `write_on`.)
 
 With pipeline parallelism each lane has a writer, for a mirror of its own (`StepWriters`).
 """
@@ -17,43 +17,43 @@ from minipaged.steps import Begun, BlockMoves, ChosenToken, Forked, Row, StepInp
 
 
 class StepWriter:
-    """What the runner knows, and what it has to be told."""
+    """The writer of one lane: what the runner knows, and the changes it has not received yet."""
 
     def __init__(self, lane: int = 0) -> None:
         self._lane = lane
         self.forget()
 
     def forget(self) -> None:
-        """The runner may have lost what it knew: the next step begins anew."""
+        """Forget what the runner knows, because it may have lost it: the next step is a `fresh` one."""
         self._fresh = True
         self._known: set[int] = set()
-        self._rows: list[Row] = []  # of the latest step that was written in full
-        self._num_since = 0  # steps since then: in each, the same rows were one token further
+        self._rows: list[Row] = []  # rows of the latest step written in full
+        self._num_since = 0  # steps since then, each with the same rows one token further
         self._forked: dict[int, Forked] = {}
         self._ended: list[int] = []
-        self._changed: dict[SequenceState, int] = {}  # tables, and how many of their first blocks are as they were
+        self._changed: dict[SequenceState, int] = {}  # changed tables, with the number of unchanged first blocks
         self._told: dict[int, ChosenToken] = {}
 
-    # --- What changes -----------------------------------------------------------------------------
+    # --- Changes since the last step --------------------------------------------------------------
 
     def table_changed(self, sequence: SequenceState, kept: int) -> None:
-        """The sequence's table has other blocks than it had, from logical block `kept` on."""
+        """Note that the sequence's table has changed from logical block `kept` on."""
         self._changed[sequence] = min(kept, self._changed.get(sequence, kept))
 
     def forked(self, child: SequenceState, parent: SequenceState, choice: int) -> None:
-        """`child` is a copy of `parent` now, but for its newest token (see `steps.Forked`)."""
+        """Note that `child` is now a copy of `parent`, except for its newest token (see `steps.Forked`)."""
         self._forked[child.sequence_id] = Forked(child.sequence_id, parent.sequence_id, choice)
-        if parent in self._changed:  # what the runner copies is the table that it knows
+        if parent in self._changed:  # the runner copies the table as it knows it
             self._changed[child] = self._changed[parent]
 
     def told(self, sequence: SequenceState) -> None:
-        """The host has chosen the sequence's newest token."""
+        """Note that the host has chosen the sequence's newest token."""
         self._told[sequence.sequence_id] = ChosenToken(
             sequence.sequence_id, len(sequence.tokens) - 1, sequence.tokens[-1]
         )
 
     def ended(self, sequence: SequenceState) -> None:
-        """The sequence will not run again."""
+        """Note that the sequence will not run again."""
         self._changed.pop(sequence, None)
         self._told.pop(sequence.sequence_id, None)
         self._forked.pop(sequence.sequence_id, None)
@@ -66,10 +66,10 @@ class StepWriter:
     def write(
         self, number: int, rows: list[Row], owners: Iterable[tuple[Request, SequenceState]], moves: BlockMoves
     ) -> StepInput:
-        """The step in which `rows` run; `owners`: the request and the sequence of each."""
+        """Return the step that runs `rows`. `owners`: the request and the sequence of each row."""
         self._known.update(self._forked)
         left_out, added = self._compare(rows)
-        begun = tuple(  # who goes on has begun before
+        begun = tuple(  # rows that go on have begun before
             self._begin(request, sequence)
             for request, sequence in islice(owners, len(rows) - len(added), None)
             if sequence.sequence_id not in self._known
@@ -94,11 +94,11 @@ class StepWriter:
 
     @property
     def has_news(self) -> bool:
-        """Whether more than tables has changed since the latest step."""
+        """Whether anything but tables has changed since the latest step."""
         return bool(self._fresh or self._forked or self._ended or self._told)
 
     def write_on(self, number: int, moves: BlockMoves) -> StepInput:
-        """The step in which all rows of the one before go on. Nothing but tables has changed (`has_news`)."""
+        """Return the step in which all rows of the one before go on. Nothing but tables has changed (`has_news`)."""
         self._num_since += 1
         tables = self._take_tables() if self._changed else ()
         return StepInput(number, tables=tables, moves=moves, lane=self._lane)
@@ -118,12 +118,12 @@ class StepWriter:
         return Begun(sequence.sequence_id, tuple(sequence.tokens), num_prompt, blocks, sampling)
 
     def _compare(self, rows: list[Row]) -> tuple[tuple[int, ...], tuple[Row, ...]]:
-        """What of the rows of the step before does not go on as it is, and what comes after those that do."""
+        """Compare with the last step's rows: return the sequences that do not go on, and the rows that are new."""
         ended, left_out, goes_on = set(self._ended), [], 0
         for sequence, start, num_tokens, num_choices in self._rows:
             if not num_choices or sequence in ended:
                 continue
-            # What `Row.next` says, as a plain tuple: there is one for each that runs.
+            # The same as `Row.next`, as a plain tuple, because there is one for each running sequence.
             then = sequence, start + num_tokens + self._num_since, 1, 1 if num_choices > 0 else num_choices
             if goes_on < len(rows) and then == rows[goes_on]:
                 goes_on += 1
@@ -133,7 +133,7 @@ class StepWriter:
 
 
 class StepWriters:
-    """The writers of all lanes (without a pipeline, of one). What happens to a sequence is told to its lane's."""
+    """The writers of all lanes (one without a pipeline). Each change of a sequence goes to the writer of its lane."""
 
     def __init__(self, num_lanes: int = 1) -> None:
         self._writers = [StepWriter(lane) for lane in range(num_lanes)]
@@ -142,7 +142,7 @@ class StepWriters:
         return self._writers[lane]
 
     def change_lane(self, request: Request, lane: int) -> None:
-        """The request, which has waited, runs in this lane now; where it ran before, its sequences are over."""
+        """Move a waiting request to this lane. Its sequences end in the lane where it ran before."""
         request.lane = lane
         for sequence in request.sequences:
             self.ended(sequence)

@@ -1,9 +1,10 @@
-"""What a policy is shown: requests, and the costs of a runner, as frozen data (`scheduling.py`).
+"""Views: the frozen data that a policy receives about requests and about a runner's costs (`scheduling.py`).
 
-A thousand may wait, and the policy may look at one of them. So what takes time to find out is found out when somebody
-looks; then it stays as it was. What nobody looked at while it was so cannot be found out later: that is a LookupError.
+A thousand requests may wait, and the policy may look at only one of them. So values that take time to compute are
+computed when they are first read, and then stay as they are. A value not read before the policy's method returns cannot
+be computed later: reading it raises LookupError.
 
-A late field is one that `__init__` leaves unset. It is found out when it is read first (`WaitingView`, `LateCosts`).
+A late field is one that `__init__` leaves unset. It is computed when it is first read (`WaitingView`, `LateCosts`).
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ from minipaged.engine.memory import Memory
 from minipaged.engine.sequence import Request, RequestState
 from minipaged.scheduling import Costs, RequestView
 
-TOO_LATE = "the question is over, and things have changed; look while it is asked"
+TOO_LATE = (
+    "read too late: the policy's method has returned, and the engine has changed since; read it within the method"
+)
 
 
 def view_of(request: Request, blocks: Memory) -> RequestView:
-    """The request as a policy is told of it."""
+    """Return the policy's view of the request."""
     needed = _blocks_needed(request, blocks)
     return RequestView(*_told(request, blocks), needed, request.priority, request.arrival_time)
 
 
 def _told(request: Request, blocks: Memory) -> tuple[str, int, int, int, int, int, bool, int, int]:
-    """All fields but the last three: a tuple, because all that run are shown whenever somebody comes."""
+    """All fields but the last three, as a tuple: fast, because all running requests are shown at every admission."""
     if len(request.sequences) == 1:  # nothing is shared
         [sequence] = request.sequences
         num_blocks, num_tokens = len(sequence.table.blocks), sequence.table.num_tokens
@@ -37,7 +40,7 @@ def _told(request: Request, blocks: Memory) -> tuple[str, int, int, int, int, in
     else:
         remaining = [n for _, n in request.remaining()]
         behind = [n for n in remaining if n > 1]
-        # Siblings that were dropped catch up one after another.
+        # Sequences whose blocks were dropped catch up one after another.
         tokens_to_run, decodes = sum(remaining) if len(behind) <= 1 else behind[0] - 1, not behind
         filled = request.filled_slots(blocks.block_size)
         num_blocks, num_tokens = len(filled), sum(filled.values())
@@ -68,7 +71,7 @@ class _Uncounted(RequestView):
 
 
 class WaitingView(_Uncounted):
-    """A request that waits. Its blocks are counted when somebody looks: with a prefix cache, along the prompt."""
+    """A waiting request. Its blocks are counted when first read: with a prefix cache, that looks up the prompt."""
 
     _request: Request
     _blocks: Memory
@@ -76,24 +79,24 @@ class WaitingView(_Uncounted):
 
     def __init__(self, request: Request, blocks: Memory, is_up_to_date: Callable[[WaitingView], bool]) -> None:
         super().__init__(*_told(request, blocks), priority=request.priority, arrival_time=request.arrival_time)
-        # Not by assignments, which a frozen class refuses.
+        # Not by assignment, which a frozen class refuses.
         vars(self).update(_request=request, _blocks=blocks, _is_up_to_date=is_up_to_date)
 
     @cached_property
     def blocks_needed(self) -> int:
-        """Raises LookupError if it is read first when the question is over."""
+        """Free blocks that it needs. Raises LookupError if it is first read after the policy's method has returned."""
         if not self._is_up_to_date(self):
             raise LookupError(TOO_LATE)
         return _blocks_needed(self._request, self._blocks)
 
     @property
     def counted(self) -> bool:
-        """Whether somebody has looked at `blocks_needed`."""
+        """Whether `blocks_needed` has been read."""
         return "blocks_needed" in vars(self)
 
 
 class LateViews(Sequence[RequestView]):
-    """Views of these requests, made when somebody looks at one. `settle` is called before."""
+    """Views of these requests, made when one of them is first read. `settle` is called before that."""
 
     def __init__(self, requests: Sequence[Request], blocks: Memory, settle: Callable[[], None]) -> None:
         self._requests: tuple[Request, ...] = tuple(requests)
@@ -102,7 +105,7 @@ class LateViews(Sequence[RequestView]):
         self._views: list[RequestView] | None = None
 
     def close(self) -> None:
-        """The question is over."""
+        """Make no views any more: the policy's method has returned."""
         self._blocks = None
 
     def _made(self) -> list[RequestView]:
@@ -128,7 +131,7 @@ class LateViews(Sequence[RequestView]):
 
 
 class LateCosts(Costs):
-    """A runner's costs. The runner is asked when somebody looks, because it may have to measure."""
+    """A runner's costs, requested from it when one is first read: the runner may have to measure them."""
 
     _runner: Runner
 
@@ -136,7 +139,7 @@ class LateCosts(Costs):
         vars(self).update(_runner=runner)
 
     def __getattr__(self, name: str) -> Any:
-        """Called for a field that is not set yet. It sets all of them."""
+        """Set all fields. Called when a field is read that is not set yet."""
         if name not in Costs.__slots__:
             raise AttributeError(name)
         super().__init__(*astuple(self._runner.costs()))
@@ -148,6 +151,6 @@ def plain(data: RequestView) -> RequestView: ...
 @overload
 def plain(data: Costs) -> Costs: ...
 def plain(data: RequestView | Costs) -> RequestView | Costs:
-    """A copy with the late fields found out now: data that can be sent to another process."""
+    """Return a copy with all late fields computed: data that can be sent to another process."""
     kind = RequestView if isinstance(data, RequestView) else Costs
     return kind(*(getattr(data, field.name) for field in fields(kind)))

@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from minipaged.fast.kernels import Paged
 from minipaged.fast.kv_cache import KVCache
 
 
@@ -80,17 +81,17 @@ def attend(
     num_decoding: the number of sequences with one query token each; they come first. query_start:
     [other sequences + 1], offsets into the query tokens after those.
     """
-    keys, values = kv_cache.layer(layer)
-    scales = kv_cache.scales(layer)
+    paged = Paged(*kv_cache.layer(layer), tables, rows, context_lens, kv_cache.scales(layer))
     kernels, n = kv_cache.kernels, num_decoding
     parts: list[Tensor] = []
     if n:
-        parts.append(kernels.paged_decode(query[:n], keys, values, tables, rows[:n], context_lens[:n], scale, scales))
+        decoding = paged._replace(rows=rows[:n], context_lens=context_lens[:n])
+        parts.append(kernels.paged_decode(query[:n], decoding, scale))
     if n < len(rows):
         # Triton has compiled the kernel for addresses that are multiples of 16, and would recompile it for others.
         prompts = query[n:] if n * query[0].nbytes % 16 == 0 else query[n:].clone()
-        others = (tables, rows[n:], query_start, context_lens[n:])
-        parts.append(kernels.paged_prefill(prompts, keys, values, *others, scale, scales, max_query_len=max_query_len))
+        others = paged._replace(rows=rows[n:], context_lens=context_lens[n:])
+        parts.append(kernels.paged_prefill(prompts, others, query_start, scale, max_query_len=max_query_len))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

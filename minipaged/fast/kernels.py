@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,56 +23,47 @@ from torch import Tensor
 from minipaged.models.quantized.stored import StoredMatrix
 
 
+class Paged(NamedTuple):
+    """The keys and values of a batch of sequences, in blocks: one layer's pool, and where each sequence lies in it."""
+
+    keys: Tensor
+    """[num_blocks, kv_heads, block_size, head_dim] of the model's type, or codes of 8 bits. The query tokens' own keys
+    are already there."""
+    values: Tensor
+    """The same shape, type and strides as `keys`: both are views of one layer of the cache."""
+    tables: Tensor
+    """[num_rows, max_blocks] int32: block tables."""
+    rows: Tensor
+    """[seqs] int32: the row of `tables` that each sequence owns."""
+    context_lens: Tensor
+    """[seqs] int32: the tokens of each sequence, query tokens included. In `paged_decode` 0 is padding: the kernel
+    reads nothing for it and returns zeros."""
+    scales: Tensor | None = None
+    """The scales of keys and values in 8 bits (`KVCacheKernels`: `kv_scales`); None for the model's type."""
+
+
 class AttentionKernels(Protocol):
     """Paged attention. Query head h reads key/value head h // (heads / kv_heads)."""
 
-    def paged_decode(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        tables: Tensor,
-        rows: Tensor,
-        context_lens: Tensor,
-        scale: float,
-        kv_scales: Tensor | None = None,
-    ) -> Tensor:
+    def paged_decode(self, query: Tensor, paged: Paged, scale: float) -> Tensor:
         """Attention of one query token per sequence over its whole context.
 
-        query: [seqs, heads, head_dim] of the model's type. keys, values: one layer's views of the cache, with equal
-        strides,
-            [num_blocks, kv_heads, block_size, head_dim] of the same type, which already hold the query tokens' own K and V.
-            Or codes of 8 bits, with their `kv_scales` (`KVCacheKernels`).
-        tables: [num_rows, max_blocks] int32. rows: [seqs] int32, the row of `tables` that each sequence owns.
-        context_lens: [seqs] int32, the query token included. A length of 0 is padding: the kernel reads nothing for it
-            and returns zeros.
-        scale: the factor of the scores, positive.
+        query: [seqs, heads, head_dim] of the model's type. scale: the factor of the scores, positive.
 
         Returns [seqs, heads, head_dim].
         """
 
     def paged_prefill(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        tables: Tensor,
-        rows: Tensor,
-        query_start: Tensor,
-        context_lens: Tensor,
-        scale: float,
-        kv_scales: Tensor | None = None,
-        *,
-        max_query_len: int,
+        self, query: Tensor, paged: Paged, query_start: Tensor, scale: float, *, max_query_len: int
     ) -> Tensor:
         """Causal attention of sequences with any number of query tokens each: prompts, chunks, single tokens.
 
         query: [tokens, heads, head_dim] of the model's type, sequence after sequence. Sequence s has the tokens
             query_start[s] to query_start[s + 1] - 1, the last of its context_lens[s] positions. Each token attends to
             the positions up to its own.
-        query_start: [seqs + 1] int32. context_lens: [seqs] int32, query tokens included.
+        query_start: [seqs + 1] int32.
+        scale: the factor of the scores, positive.
         max_query_len: the most query tokens of one sequence, passed so that the host need not read it from a GPU.
-        The other arguments are those of `paged_decode`.
 
         Returns [tokens, heads, head_dim].
         """
@@ -253,8 +244,8 @@ class LlamaKernels(Protocol):
         it or gain nothing by it. `views`: each layer's keys and values.
 
         The function takes the residual [1, hidden], which it overwrites; cos and sin; the token's position and slot
-        [1]; `tables`, `rows` and `context_lens` as in `paged_decode`; the scale of scores; and the norms' epsilon. It
-        returns the output of the last layer, [1, hidden].
+        [1]; `tables`, `rows` and `context_lens` as in `Paged`; the scale of scores; and the norms' epsilon. It returns
+        the output of the last layer, [1, hidden].
         """
 
 

@@ -1,1 +1,1 @@
-"""K/V for other engines: what a connector is, how blocks are named, and a connector that keeps them in a folder."""
+"""K/V for other engines: the interface of connectors, the names of blocks, and a connector that uses a folder."""

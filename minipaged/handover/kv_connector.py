@@ -1,14 +1,14 @@
-"""Handing K/V over between engines: what an engine asks of whoever carries its full blocks to others (disaggregation).
+"""The KV connector: the interface by which an engine hands full blocks over to other engines (disaggregation).
 
     prefilling engine                                                decoding engine
     computes a prompt ──store──► connector: K and V of full blocks ──load──► begins the same prompt with them
 
-K and V of a full block depend on the tokens up to its end and on nothing else (the invariant content). So that is what
-a block is asked for by, and it does not matter who has computed it, or when. A connector may lose blocks: what cannot
-be had is computed. It must never give others than those that were asked for.
+K and V of a full block depend on the tokens up to its end and on nothing else (the invariant content). So a block is
+requested by these tokens, and it does not matter which engine has computed it, or when. A connector may lose blocks: an
+engine computes those that it cannot load. A connector must never return other blocks than those requested.
 
-vLLM's is `KVConnectorBase_V1`; ours has no asynchronous half: an engine stores before it lets go of the blocks, and has
-what it loads before it takes blocks for it. So nothing is held for a reader who may never come.
+vLLM's interface is `KVConnectorBase_V1`. Ours has no asynchronous half: an engine stores blocks before it frees them,
+and loads their content before it allocates blocks for it. So no block is held for a reader that may never come.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handshake:
-    """All that has to be the same in two engines, so that one can use the other's blocks."""
+    """The properties that two engines must have in common, so that one can use the other's blocks."""
 
     model: str
-    """What the checkpoint is known by (`models.hub.fingerprint`)."""
+    """The checkpoint's fingerprint (`models.hub.fingerprint`)."""
     dtype: str
-    """What K and V are computed in."""
+    """The data type in which K and V are computed."""
     kv_cache_dtype: str
-    """What they are kept in: as they are computed ("auto"), or in 8 bits."""
+    """The format in which K and V are stored: as they are computed ("auto"), or in 8 bits."""
     num_layers: int
     num_kv_heads: int
     head_dim: int
     block_size: int
-    """Tokens a block."""
+    """Tokens per block."""
 
 
 class KVConnector(Protocol):
-    """Where full blocks are left for other engines, and found.
+    """A place where engines leave full blocks for other engines, and find those of others.
 
-    `token_ids` are those of a sequence from its beginning; its *logical* blocks are numbered from 0. A block is bytes,
-    those of `Runner.read_blocks`.
+    `token_ids` are a sequence's tokens from its beginning; its *logical* blocks are numbered from 0. A block's content
+    is bytes, those of `Runner.read_blocks`.
     """
 
     def check(self, handshake: Handshake) -> None:
-        """Raise InvalidRequest where the blocks of others are not like those that an engine will have. Called before
-        its model is loaded; of an engine that then comes to nothing, nothing is to stay behind."""
+        """Raise InvalidRequest if the blocks of other engines are of another kind than `handshake`. Called before the
+        engine's model is loaded. It must leave nothing behind, because the engine may fail to start."""
 
     def open(self, handshake: Handshake) -> None:
-        """What the blocks of this engine are, which stands now. Called once, before those below. Raises what `check`
-        raises."""
+        """Take the kind of this engine's blocks, which is final now. Called once, before the methods below. Raises the
+        errors of `check`."""
 
     def lacking(self, token_ids: Sequence[int], start: int, stop: int) -> Sequence[int]:
-        """Which of the logical blocks start .. stop - 1 are not there, and would be taken."""
+        """Return the numbers in start .. stop - 1 of the blocks that are missing here and that `store` would accept."""
 
     def store(self, token_ids: Sequence[int], blocks: Mapping[int, bytes]) -> Sequence[int]:
-        """Take these blocks, by their logical numbers. Returns those that are there now."""
+        """Store these blocks, given by logical number. Return the numbers of those that are stored now."""
 
     def load(self, token_ids: Sequence[int], start: int, stop: int) -> Sequence[bytes]:
-        """The logical blocks from `start` on, up to the first that cannot be had, or to `stop`."""
+        """Return the content of the logical blocks from `start` on, stopping at the first missing block or `stop`."""

@@ -1,15 +1,15 @@
-"""A KV connector over files in a folder that several engines see: on one machine in /dev/shm, which is memory.
+"""A KV connector that uses files in a folder that several engines share: on one machine in /dev/shm, which is memory.
 
-    FOLDER/handshake.json         what all blocks here are like: written by the first engine, compared by the others
+    FOLDER/handshake.json         the kind of all blocks here: written by the first engine, compared by the others
     FOLDER/<hash>.block           a block: 16 bytes of digest, then its K and V
 
-A file is called after the chain hash of its block (`block_hashes.py`), the same in every process. A hash is not proof,
-and a file may be cut, or be somebody else's. So it begins with a digest of everything that it should be: the handshake,
-all tokens up to the block's end, and the block. What does not have that digest is not there.
+A file is named by the chain hash of its block (`block_hashes.py`), which is the same in every process. A hash is not
+proof, and a file may be cut short or come from elsewhere. So a file begins with a digest of all that it should hold:
+the handshake, all tokens up to the block's end, and the block. A file with another digest counts as missing.
 
-A file is written under another name and renamed, so that a reader finds all of it or nothing. Who stores too much has
-the least recently used removed; files of other kinds are let alone. Who may write here is trusted, so the folder is
-made for its owner alone, and one that others may write to is refused.
+A file is written under another name and renamed, so that a reader finds all of it or nothing. If the blocks take too
+much room, the least recently used are removed; files of other kinds are left alone. Everybody who can write to the
+folder is trusted, so it is created for its owner alone, and one that others can write to is refused.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ DIGEST_BYTES = 16
 
 
 class SharedStorageConnector:
-    """Blocks as files in `folder`. `role`, by vLLM's names: who only stores is a producer, who only loads a consumer.
+    """Keeps blocks as files in `folder`. `role` has vLLM's names: a producer only stores, a consumer only loads.
 
-    `max_bytes`: of all blocks together (each engine sees to that when it stores).
-    Raises InvalidRequest for a folder that cannot be had, or that holds the blocks of another model.
+    `max_bytes`: limit on the size of all blocks together, which each engine enforces when it stores.
+    Raises InvalidRequest for a folder that cannot be used, or that holds the blocks of another model.
     """
 
     def __init__(self, folder: str | Path, role: Role = "kv_both", max_bytes: int = 4 << 30) -> None:
@@ -51,24 +51,24 @@ class SharedStorageConnector:
         self.folder = Path(folder).expanduser()
         self.role = role
         self.max_bytes = max_bytes
-        self._seal = b""  # of the handshake: part of every digest
+        self._seal = b""  # the handshake's digest, which is part of every block's
         self._block_size = 0
-        self._num_bytes = 0  # of all blocks, when the folder was looked through last
-        self._num_since = max_bytes  # stored since
+        self._num_bytes = 0  # the size of all blocks when the folder was last scanned
+        self._num_since = max_bytes  # bytes stored since then
         self._told = False
 
     def check(self, handshake: Handshake) -> None:
         mine, path = asdict(handshake), self._handshake
         try:
             place = next((one for one in (self.folder, *self.folder.parents) if one.exists()), self.folder)
-            there = self.folder.stat() if place == self.folder else None  # None: `open` makes it there
+            there = self.folder.stat() if place == self.folder else None  # None: `open` creates it
             believed = (
                 there is None
                 or not hasattr(os, "getuid")
                 or (there.st_uid == os.getuid() and not there.st_mode & 0o022)
             )
             if believed:
-                tempfile.TemporaryFile(dir=place).close()  # it can be written to
+                tempfile.TemporaryFile(dir=place).close()  # raises OSError if it cannot be written to
                 theirs = json.loads(path.read_text()) if path.exists() else mine
                 if not isinstance(theirs, dict):
                     raise ValueError("not a handshake")
@@ -80,8 +80,8 @@ class SharedStorageConnector:
             ) from None
         if not believed:
             raise InvalidRequest(
-                f"kv_connector: others may write to {self.folder}, and what is there is believed; make it your own and "
-                "nobody else's (chmod 700), or give another folder"
+                f"kv_connector: others may write to {self.folder}, and the blocks in it are trusted; make it yours "
+                "alone (chmod 700), or give another folder"
             )
         if theirs != mine:
             differ = [
@@ -91,7 +91,7 @@ class SharedStorageConnector:
             ]
             raise InvalidRequest(
                 f"kv_connector: {self.folder} has blocks of another kind: {'; '.join(differ) or 'see handshake.json'}; "
-                "make the engines the same, or give each kind a folder of its own"
+                "give the engines the same settings, or give each kind its own folder"
             )
 
     def open(self, handshake: Handshake) -> None:
@@ -102,11 +102,11 @@ class SharedStorageConnector:
             self._write(self._handshake, json.dumps(mine, indent=1).encode(), only_if_new=True)
         except OSError as error:
             raise self._unusable(error) from None
-        self.check(handshake)  # another engine may have been the first
+        self.check(handshake)  # another engine may have written its handshake first
         self._seal = blake2b(json.dumps(mine).encode(), digest_size=DIGEST_BYTES).digest()
         self._block_size = handshake.block_size
 
-    # --- What an engine asks ----------------------------------------------------------------------
+    # --- Blocks -----------------------------------------------------------------------------------
 
     def lacking(self, token_ids: Sequence[int], start: int, stop: int) -> Sequence[int]:
         if self.role == "kv_consumer" or start >= stop:
@@ -119,7 +119,7 @@ class SharedStorageConnector:
             return ()
 
     def store(self, token_ids: Sequence[int], blocks: Mapping[int, bytes]) -> Sequence[int]:
-        """A folder that is full, or gone, is told of on stderr, once; the engine goes on without it."""
+        """Store the blocks. If the folder is full or gone, report this on stderr, once, and go on without it."""
         stored: list[int] = []
         paths = self._paths(token_ids, max(blocks, default=-1) + 1)
         try:
@@ -140,7 +140,7 @@ class SharedStorageConnector:
         for logical, path in enumerate(self._paths(token_ids, stop)[start:], start):
             try:
                 data = path.read_bytes()
-                os.utime(path)  # it was used just now
+                os.utime(path)  # the time of its latest use
             except FileNotFoundError:
                 break
             except OSError as error:
@@ -149,7 +149,7 @@ class SharedStorageConnector:
             digest, block = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
             if digest != self._digest(token_ids, logical, block):
                 with suppress(OSError):
-                    path.unlink()  # or nobody could store the right one
+                    path.unlink()  # so that the right block can be stored
                 break
             found.append(block)
         return found
@@ -174,7 +174,7 @@ class SharedStorageConnector:
         return digest.digest()
 
     def _write(self, path: Path, data: bytes, *, only_if_new: bool = False) -> None:
-        """Let `path` have this content at once, whatever happens meanwhile."""
+        """Write a file in one step, so that a reader or a crash never sees a part of it."""
         descriptor, name = tempfile.mkstemp(dir=self.folder, suffix=".partial")
         try:
             with open(descriptor, "wb") as file:
@@ -189,16 +189,17 @@ class SharedStorageConnector:
                 os.unlink(name)
 
     def _make_room(self, num_bytes: int) -> None:
-        """Remove the least recently used blocks (and what writers left that died) until so much more fits.
+        """Remove the least recently used blocks (and partial files of writers that died) until `num_bytes` more fit.
 
-        The folder is looked through only now and then, for others store too; so each may be wrong by a sixteenth.
+        The folder is scanned only after every sixteenth of `max_bytes` that this engine stores. Others store too, so
+        each may be wrong by a sixteenth.
         """
         self._num_since += num_bytes
         if 16 * self._num_since <= self.max_bytes and self._num_bytes + self._num_since <= self.max_bytes:
             return
         used = []
         for entry in os.scandir(self.folder):
-            with suppress(FileNotFoundError):  # another engine removes some, too
+            with suppress(FileNotFoundError):  # other engines remove files too
                 if entry.name.endswith((".block", ".partial")):
                     used.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
         self._num_bytes, self._num_since = sum(size for _, size, _ in used), num_bytes
@@ -211,5 +212,5 @@ class SharedStorageConnector:
 
     def _tell(self, error: OSError) -> None:
         if not self._told:
-            print(f"kv_connector: {error}; what cannot be handed over is computed", file=sys.stderr)
+            print(f"kv_connector: {error}; blocks that cannot be handed over are computed", file=sys.stderr)
         self._told = True

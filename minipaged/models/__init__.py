@@ -1,1 +1,1 @@
-"""From a model's name to its weights: where they come from, how they are read, what shape they have."""
+"""Find a model by name, read its configuration, tokenizer and weights, and describe its shape."""

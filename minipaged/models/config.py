@@ -1,12 +1,12 @@
-"""The shape of a Llama or a cousin of it: what `config.json` says, checked and named as transformers names it.
+"""The shape of a Llama or a related model: `config.json`, checked, with the names that transformers uses.
 
-A decoder of `num_hidden_layers` equal layers. Each layer has an attention, where `num_attention_heads` query
-heads share `num_key_value_heads` key/value heads (grouped-query attention), and a gated MLP. What the KV cache
-has to hold for one token follows from here: 2 (K and V) * layers * KV heads * head_dim numbers.
+The model is a decoder of `num_hidden_layers` equal layers. Each layer has an attention, where `num_attention_heads`
+query heads share `num_key_value_heads` key/value heads (grouped-query attention), and a gated MLP. This determines
+the size of the KV cache per token: 2 (K and V) * layers * KV heads * head_dim numbers.
 
-The cousins are Llamas but for one thing each:
+The related models differ from Llama in one point each:
 
-    Mistral   a token may see no further back than `sliding_window` tokens (later ones: as far as it likes, as Llama)
+    Mistral   a token attends to the last `sliding_window` tokens only (newer versions: to all, like Llama)
     Qwen2     the query, key and value projections add a bias
     Qwen3     the query and the key of each head are normalised before they are rotated
 
@@ -15,8 +15,8 @@ transformers has written the rotary settings in two ways, and both are read:
     v4    "rope_theta": 10000.0, "rope_scaling": null or {"rope_type": ..., "factor": ...}   (older: "type")
     v5    "rope_parameters": {"rope_theta": 10000.0, "rope_type": ..., "factor": ...}
 
-Anything that would make the result wrong if it were ignored (another architecture, another activation, a factor that
-only other architectures have) is refused here, before a single weight is read; `quantized/` refuses quantized weights
+Some settings would make the result wrong if they were ignored: another architecture, another activation, a factor that
+only other architectures have. They are refused here, before any weight is read. `quantized/` refuses quantized weights
 that it cannot read.
 """
 
@@ -31,22 +31,21 @@ from minipaged.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How rotary frequencies are stretched for contexts longer than those trained on."""
+    """How the rotary frequencies are scaled for contexts longer than those in training."""
 
     rope_type: str
     """"linear" or "llama3"."""
     factor: float
     low_freq_factor: float = 1.0
-    """llama3 only: wavelengths longer than original_max_position_embeddings / low_freq_factor are stretched fully."""
+    """llama3 only: wavelengths above original_max_position_embeddings / low_freq_factor are multiplied by `factor`."""
     high_freq_factor: float = 4.0
-    """llama3 only: wavelengths shorter than original_max_position_embeddings / high_freq_factor are kept."""
+    """llama3 only: wavelengths below original_max_position_embeddings / high_freq_factor stay as they are."""
     original_max_position_embeddings: int = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One architecture, of a Llama or a cousin. Field names are those of transformers' `LlamaConfig`, where it has
-    them."""
+    """The architecture of one model. Fields have the names of transformers' `LlamaConfig` where it has them."""
 
     vocab_size: int
     hidden_size: int
@@ -63,26 +62,28 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     qkv_bias: bool = False
-    """The projections of q, k and v add a bias."""
+    """Whether the query, key and value projections add a bias."""
     o_bias: bool = False
-    """So does the attention's output projection."""
+    """Whether the attention's output projection adds a bias."""
     mlp_bias: bool = False
-    """So do the three projections of the MLP."""
+    """Whether the three projections of the MLP add a bias."""
     qk_norm: bool = False
-    """An RMS norm of each head's query and key, over head_dim, before they are rotated."""
+    """Whether each head's query and key get an RMS norm over head_dim before they are rotated."""
     sliding_window: int | None = None
-    """In some layers a token sees itself and the sliding_window - 1 tokens before it, no more. None: in no layer."""
+    """The number of tokens, itself included, to which a token attends in layers with a window. None: no layer has one.
+    """
     kv_cache_dtype: str = "auto"
-    """"int8" or "fp8": keys and values are to be kept so, with the scales that the checkpoint brings."""
+    """"int8" or "fp8" if the checkpoint contains scales for storing keys and values in that type."""
 
     @property
     def context_length(self) -> int:
-        """The longest sequence that runs here: as long as no window hides a token, which attention here does not do."""
+        """The longest sequence that can run. A sliding window limits it, because attention here applies no window."""
         return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> ModelConfig:
-        """What a `config.json` says. Raises ModelError for a key that is missing or a model that cannot run here."""
+        """Make a ModelConfig from the content of a `config.json`. Raises ModelError if a key is missing or the model is
+        not supported."""
         model_type = _model_type(d)
         d = {**ARCHITECTURES[model_type][1], **d}
         hidden_size = _size(d, "hidden_size")
@@ -104,7 +105,7 @@ class ModelConfig:
         _check_supported(d, model_type, head_dim)
         rope = _rope_parameters(d)
         bos = d.get("bos_token_id")
-        attention_bias = model_type in ("llama", "qwen3") and bool(d.get("attention_bias"))  # the others do not heed it
+        attention_bias = model_type in ("llama", "qwen3") and bool(d.get("attention_bias"))  # the others ignore it
         return cls(
             vocab_size=_size(d, "vocab_size"),
             hidden_size=hidden_size,
@@ -136,11 +137,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2ForCausalLM", QWEN),
     "qwen3": ("Qwen3ForCausalLM", QWEN | {"head_dim": 128}),
 }
-"""By model_type: the class in transformers, and what it takes for keys that are not written, where that is its own."""
+"""For each model_type: the class in transformers, and its defaults where they differ from Llama's."""
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every weight of the model and its shape, by the names of transformers' checkpoints.
+    """The shape of every weight of the model, by its name in transformers' checkpoints.
 
     A projection is stored as [outputs, inputs]: y = x @ weight.T
     """
@@ -174,7 +175,7 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def token_ids(value: object, key: str) -> tuple[int, ...]:
-    """`config.json` writes a set of token ids as null, one number or a list."""
+    """The token ids in `value`, which `config.json` writes as null, one number or a list."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
         raise ModelError(f"{key} is {value!r}; expected a token id, a list of them, or null")
@@ -182,22 +183,19 @@ def token_ids(value: object, key: str) -> tuple[int, ...]:
 
 
 def _model_type(d: Mapping[str, Any]) -> str:
-    """Which of ARCHITECTURES it is, by `architectures`, `model_type` or both."""
+    """The key of ARCHITECTURES that `architectures`, `model_type` or both name."""
     written, model_type = d.get("architectures") or [], d.get("model_type")
     for kind, (name, _) in ARCHITECTURES.items():
         if model_type in (None, kind) and all(each == name for each in written) and (written or model_type):
             return kind
     known = ", ".join(f"{name} (model_type '{kind}')" for kind, (name, _) in ARCHITECTURES.items())
-    raise ModelError(
-        f"config.json: architectures = {written}, model_type = {model_type!r}; "
-        f"only Llama and its cousins run here: {known}"
-    )
+    raise ModelError(f"config.json: architectures = {written}, model_type = {model_type!r}; only {known} are supported")
 
 
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "hidden_activation": ("silu", "swish"),
-    # which tokens a token sees, and with what weight
+    # which tokens a token attends to, and with what weight
     "is_causal": (True,),
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
@@ -211,15 +209,15 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "attention_multiplier": (),
     "query_pre_attn_scalar": (),
     "clip_qkv": (0,),
-    # where tokens stand
-    # "absolute" is older versions' default, which says nothing
+    # positions of tokens
+    # older versions wrote "absolute" by default, without any meaning
     "position_embedding_type": ("rope", "rotary", "absolute"),
     **dict.fromkeys(("partial_rotary_factor", "rotary_pct", "rope_pct"), (1,)),
     "rope_interleave": (False,),
     "rope_interleaved": (False,),
     "rope_local_base_freq": (),
     "no_rope_layer_interval": (0,),
-    # what is added up, and what comes out
+    # residual stream and logits
     "use_parallel_residual": (False,),
     "parallel_attn": (False,),
     "embedding_multiplier": (1,),
@@ -231,19 +229,19 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "logits_scaling": (1,),
     "lm_head_multiplier": (1,),
     "final_logit_softcapping": (0,),
-    # other layers
+    # mixtures of experts
     "num_experts": (0,),
     "num_local_experts": (0,),
     "n_routed_experts": (0,),
 }
-"""Keys by which a checkpoint asks for another computation, and the values with which it does not; null never does.
-transformers' Llama ignores most of them, but a checkpoint that has one means it. All other keys that transformers'
-Llama, Mistral, Qwen2 and Qwen3 ignore are let through: they do not change the result.
+"""Keys that can ask for a different computation, with the values that do not (null never does).
+transformers' Llama ignores most of them, but a checkpoint that sets one needs it. All other keys that transformers'
+Llama, Mistral, Qwen2 and Qwen3 ignore are accepted, because they do not change the result.
 """
 
 
 def _check_supported(d: Mapping[str, Any], model_type: str, head_dim: int) -> None:
-    """Raises ModelError for a key that asks for another computation than the one done here."""
+    """Raises ModelError for a key that asks for a computation which is not supported."""
     harmless = HARMLESS | {
         "attention_multiplier": (head_dim**-0.5,),
         "query_pre_attn_scalar": (head_dim,),
@@ -271,11 +269,11 @@ def _check_supported(d: Mapping[str, Any], model_type: str, head_dim: int) -> No
 
 
 def _sliding_window(d: Mapping[str, Any], model_type: str) -> int | None:
-    """Qwen writes a window down even where it has none, and may have it in the last layers only."""
+    """The sliding window, or None. Qwen writes one even where it uses none, and may use it in the last layers only."""
     if model_type == "llama" or d["sliding_window"] is None:
         return None
     if model_type != "mistral":
-        layers = d.get("layer_types")  # what transformers v5 makes of max_window_layers
+        layers = d.get("layer_types")  # transformers v5 writes this instead of max_window_layers
         first = _present(d, "max_window_layers", 0)
         slides = first < _size(d, "num_hidden_layers") if layers is None else "sliding_attention" in layers
         if not (slides and d.get("use_sliding_window")):
@@ -284,7 +282,7 @@ def _sliding_window(d: Mapping[str, Any], model_type: str) -> int | None:
 
 
 def _rope_parameters(d: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary settings in the shape of transformers v5. If v4's are written too, they count, as in transformers."""
+    """The rotary settings in the form of transformers v5. As in transformers, v4's settings win if both are present."""
     written = d.get("rope_scaling") or d.get("rope_parameters") or {}
     if not isinstance(written, dict):
         raise ModelError(f"config.json: the rotary settings read {written!r}; expected an object or null")
@@ -300,7 +298,7 @@ ROPE_KEYS: dict[str, set[str]] = {
     "linear": {"factor"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
 }
-"""The keys that describe the scaling, for each type of rotary embeddings."""
+"""The keys that describe the scaling, by type of rotary embedding."""
 ROPE_HARMLESS: dict[str, tuple[Any, ...]] = {
     "factor": (1,),
     "partial_rotary_factor": (1,),
@@ -308,7 +306,7 @@ ROPE_HARMLESS: dict[str, tuple[Any, ...]] = {
     "mscale": (0, 1),
     "mscale_all_dim": (0, 1),
 }
-"""Values of other keys that change nothing. Keys in neither table, and the settings of single layers, must be null."""
+"""Other keys, with the values that change nothing. Keys in neither table, and settings per layer, must be null."""
 
 
 def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
@@ -321,8 +319,8 @@ def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
     for key, value in rope.items():
         if key not in read and value is not None and value not in ROPE_HARMLESS.get(key, ()):
             raise ModelError(
-                f"config.json: {key} = {value!r} in the rotary settings of type {kind!r} is not supported; leave it "
-                "out where it means nothing, or name the type that it belongs to"
+                f"config.json: {key} = {value!r} in the rotary settings of type {kind!r} is not supported; remove "
+                "it if it has no effect, or name the type that it belongs to"
             )
     if kind == "default":
         return None

@@ -1,12 +1,12 @@
-"""Where the tokens come from that end an answer: decided here, for every model.
+"""Find the tokens that end an answer of a model.
 
-A checkpoint names them in up to three places, and any of its tokens ends an answer, as in vLLM:
+A checkpoint names them in up to three places. As in vLLM, each of the tokens found ends an answer:
 
-- `generation_config.json`, which says what ends an answer of this model; where it is silent, `config.json`;
-- the tokenizer's own end of text: the "eos_token" that its files name. A chat model's is often the end of a turn.
+- `generation_config.json` names the model's end tokens; if it names none, `config.json` does;
+- the tokenizer's files name an "eos_token". In a chat model it is often the end of a turn.
 
-A GGUF file names them by id, and llama.cpp takes some more by their names (`gguf_tokenizer.py`); conversion writes
-all of them into `generation_config.json`.
+A GGUF file names them by id, and llama.cpp adds some that it recognises by their text (`gguf_tokenizer.py`). The
+conversion writes all of them into `generation_config.json`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from minipaged.models.tokenizer_files import TOKENIZER, read_tokenizer
 def end_token_ids(folder: Path, config: ModelConfig) -> tuple[int, ...]:
     """The ids of all tokens that end an answer of the model in `folder`, the model's own first.
 
-    `config` has those of `config.json`. An id that the model has no logit for ends nothing, and is left out.
+    `config` has the ids of `config.json`. Ids outside the model's vocabulary, which it cannot generate, are left out.
     """
     generation = read_json_if_there(folder / "generation_config.json")
     ids = token_ids(generation.get("eos_token_id"), "eos_token_id") or config.eos_token_ids

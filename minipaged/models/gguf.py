@@ -1,14 +1,14 @@
-"""Turns a GGUF file (llama.cpp's format) of a Llama, Mistral, Qwen2 or Qwen3 into a folder as transformers writes them.
+"""Convert a GGUF file (llama.cpp's format) of a Llama, Mistral, Qwen2 or Qwen3 to a folder in transformers' format.
 
-A GGUF file holds everything in one: metadata (the shape of the model, its tokenizer, its chat template) and the
-weights, usually quantized. Here they are converted once, so that every later start just reads safetensors:
+A GGUF file is a whole model: metadata (the shape of the model, its tokenizer, its chat template) and the weights,
+usually quantized. The conversion happens once, and every later start just reads safetensors:
 
-- quantized matrices stay packed, block by block (`quantized/gguf_blocks.py`), where their type is one that is read so;
-  of any other type, and all of them where that is asked for, they become fp32, tensor by tensor;
+- quantized matrices stay packed, block by block (`quantized/gguf_blocks.py`), if their type can be read that way.
+  Matrices of other types become fp32, tensor by tensor, and so do all matrices if the caller wants that;
 - the tensors get the names of transformers' checkpoints;
-- the rows of q_proj and k_proj go back to transformers' order. Rotary embedding turns pairs of dimensions: llama.cpp
-  pairs neighbours (0, 1), (2, 3), ...; transformers pairs the halves (0, d/2), (1, d/2 + 1), ...; and llama.cpp's
-  converter has moved the rows so that each finds its pairs. (Not those of Qwen, for which llama.cpp pairs halves too.)
+- the rows of q_proj and k_proj return to transformers' order. Rotary embedding rotates pairs of dimensions: llama.cpp
+  pairs neighbours (0, 1), (2, 3), ...; transformers pairs the halves (0, d/2), (1, d/2 + 1), .... Therefore
+  llama.cpp's converter has moved the rows of a Llama. It leaves Qwen's rows, because there it pairs halves too.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""`blk.{i}.<key>.weight` in GGUF is `model.layers.{i}.<value>.weight` in transformers; and so with `.bias`."""
+"""`blk.{i}.<key>.weight` in GGUF is `model.layers.{i}.<value>.weight` in transformers; the same holds for `.bias`."""
 
 ROPE_FREQS = "rope_freqs.weight"
-"""[head_dim / 2]: what each rotary frequency is divided by; there only for Llama 3.1 and its like."""
+"""[head_dim / 2]: the divisor of each rotary frequency. Only Llama 3.1 and similar models have this tensor."""
 
 
 def convert(
@@ -60,10 +60,10 @@ def convert(
 ) -> None:
     """Write the model in `gguf_path` into `folder`: config, weights, tokenizer, chat template.
 
-    `packed`: leave quantized matrices as they are, which other programs than this one do not read; else all weights
-    are fp32. Uses the tokenizer.json that lies beside the GGUF file, if one does. `progress` is told (bytes of weights
-    written, bytes in all). Raises ModelError for a file that is damaged, is no Llama, or has a tokenizer that cannot be
-    built; `folder` may then hold part of the files.
+    `packed`: keep quantized matrices as they are, which only this program can read; otherwise all weights become fp32.
+    A tokenizer.json next to the GGUF file takes precedence over the tokenizer inside it. `progress` is called with
+    (bytes of weights written, total bytes). Raises ModelError if the file is damaged, the model is not supported, or
+    the tokenizer cannot be built; `folder` may then hold some of the files.
     """
     metadata, tensors = _read(gguf_path)
     try:
@@ -84,17 +84,17 @@ def convert(
     except OSError:  # says which file; the disk may be full
         raise
     except KeyError as error:
-        raise ModelError(f"{gguf_path}: {error} is missing, which every Llama has") from None
+        raise ModelError(f"{gguf_path}: {error} is missing, and every supported model needs it") from None
     except Exception as error:
         raise ModelError(f"{gguf_path} is damaged: its metadata contradicts itself ({error})") from error
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
-    """The metadata by key and the tensors by name. The weights stay in the file until they are asked for."""
+    """The metadata by key and the tensors by name. Weights are read from the file when they are used."""
     from gguf import GGUFReader
 
     class Reader(GGUFReader):
-        """Names the tensor at which a file turns out to be cut short; GGUFReader tells NumPy's trouble with it."""
+        """A GGUFReader whose error names the tensor where a truncated file ends, instead of passing on NumPy's."""
 
         def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
             try:
@@ -114,19 +114,19 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error}") from None
     except Exception as error:
-        # The reader trusts the file: damage shows as whatever its arithmetic on the damaged numbers runs into.
+        # The reader trusts the file, so damage can raise any exception from its arithmetic on the damaged numbers.
         size = path.stat().st_size
-        raise ModelError(f"{path} ({size} bytes) is not a GGUF file, or truncated or damaged ({error})") from None
+        raise ModelError(f"{path} ({size} bytes) is not a GGUF file, or it is truncated or damaged ({error})") from None
     return metadata, {tensor.name: tensor for tensor in reader.tensors}
 
 
 def _config(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) -> dict[str, Any]:
-    """A `config.json` as transformers v4 wrote it (v5 reads it too)."""
+    """The `config.json` of the model, in the format of transformers v4 (v5 reads it too)."""
     architecture = metadata.get("general.architecture")
     if architecture not in ("llama", "qwen2", "qwen3"):  # to GGUF, Mistral is a 'llama'
-        raise ModelError(f"general.architecture is {architecture!r}; only 'llama', 'qwen2' and 'qwen3' run here")
+        raise ModelError(f"general.architecture is {architecture!r}; only 'llama', 'qwen2' and 'qwen3' are supported")
     if experts := metadata.get(f"{architecture}.expert_count"):
-        raise ModelError(f"the model is a mixture of {experts} experts; only dense Llamas run here")
+        raise ModelError(f"the model is a mixture of {experts} experts; only dense models are supported")
     if metadata.get("split.count", 1) > 1:
         raise ModelError(f"the model is split into {metadata['split.count']} files; merge them with llama-gguf-split")
     own = _own_settings(metadata, f"{architecture}.")
@@ -151,7 +151,7 @@ def _config(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) ->
         "rms_norm_eps": _shortest(own["attention.layer_norm_rms_epsilon"]),
         "rope_theta": _shortest(own.get("rope.freq_base", 10000.0)),
         "rope_scaling": _rope_scaling(own, f"{architecture}.rope", tensors, head_dim),
-        # A window hides nothing up to its length, and beyond it nothing is served here.
+        # Attention here applies no window, so sequences may be no longer than the window.
         "max_position_embeddings": min(
             own["context_length"], own.get("attention.sliding_window") or own["context_length"]
         ),
@@ -163,7 +163,7 @@ def _config(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) ->
 
 
 class GgufMetadata(dict[str, Any]):
-    """The metadata of one architecture without its name in front; a missing key is named with it."""
+    """The metadata of one architecture, by keys without its prefix. A KeyError names the key with the prefix."""
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
@@ -173,7 +173,7 @@ class GgufMetadata(dict[str, Any]):
 
 
 def _own_settings(metadata: Mapping[str, Any], prefix: str) -> GgufMetadata:
-    """What the file says of the model's shape. A number for each layer becomes one, if they are the same."""
+    """The settings of the model's shape. A list with the same number for each layer becomes that number."""
     own = GgufMetadata(prefix)
     for key, value in metadata.items():
         name = key.removeprefix(prefix)
@@ -181,7 +181,7 @@ def _own_settings(metadata: Mapping[str, Any], prefix: str) -> GgufMetadata:
             continue
         if name in OF_EACH_LAYER and isinstance(value, list):
             if len(set(value)) != 1:
-                raise ModelError(f"{key} differs from layer to layer ({value}); only models of equal layers run here")
+                raise ModelError(f"{key} differs between layers ({value}); only models with equal layers are supported")
             value = value[0]
         own[name] = value
     return own
@@ -194,15 +194,15 @@ READ = {
     *("attention.layer_norm_rms_epsilon", "attention.sliding_window", "rope.freq_base"),
     *("rope.scaling.type", "rope.scaling.factor", "rope.scale_linear"),
 }
-"""The keys of an architecture that become part of its config.json."""
+"""The keys of an architecture that the conversion reads into config.json."""
 
 ANY = object()
 HARMLESS: dict[str, tuple[Any, ...]] = {
-    "vocab_size": (ANY,),  # the embedding tells
-    "attention.layer_norm_epsilon": (ANY,),  # of norms that a Llama has not
+    "vocab_size": (ANY,),  # the embedding's shape gives it
+    "attention.layer_norm_epsilon": (ANY,),  # for layer norms, which no supported model has
     "attention.causal": (True,),
-    "tensor_data_layout": ("Meta AI original pth",),  # the order of rows that is put right here
-    "rope.scaling.original_context_length": (ANY,),  # of YaRN, like the next two
+    "tensor_data_layout": ("Meta AI original pth",),  # the order of rows that the conversion reverses
+    "rope.scaling.original_context_length": (ANY,),  # a YaRN setting, like the next two
     "rope.scaling.finetuned": (ANY,),
     "rope.scaling.yarn_log_multiplier": (ANY,),
     "rope.scaling.attn_factor": (1.0,),
@@ -210,17 +210,19 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "embedding_scale": (1.0, 0.0),
     "logit_scale": (1.0, 0.0),
 }
-"""Keys of an architecture that change nothing with these values. Any other key changes nothing with False, zero, or
-an empty text or list. All else means another computation, also where the key is not known here."""
+"""Keys of an architecture, with the values that change nothing. Any other key changes nothing if its value is False,
+zero, or an empty text or list. Every other setting means a different computation, even if its key is unknown."""
 
 OTHER_FILES = ("adapter.", "clip.", "diffusion.", "xielu.")
-"""What keys begin with that only something else than a Llama has."""
+"""Prefixes of keys that only files of unsupported kinds contain."""
 
 
 def _check_settings(metadata: Mapping[str, Any], own: Mapping[str, Any], architecture: str, head_dim: int) -> None:
-    """Raises ModelError for a key that changes the result and is not read."""
+    """Raises ModelError for a key that would change the result but is not supported."""
     if (rotary_dim := own.get("rope.dimension_count", head_dim)) != head_dim:
-        raise ModelError(f"only {rotary_dim} of {head_dim} dimensions of a head are rotary; a Llama turns them all")
+        raise ModelError(
+            f"only {rotary_dim} of {head_dim} dimensions of a head are rotary; a model that runs here must rotate all"
+        )
     harmless = HARMLESS | {
         "rope.dimension_count": (head_dim,),
         "attention.value_length": (head_dim,),
@@ -240,8 +242,8 @@ def _check_settings(metadata: Mapping[str, Any], own: Mapping[str, Any], archite
     if odd:
         key, value = min(odd.items())
         raise ModelError(
-            f"{key} is {value!r}, which no Llama computed here has; use the safetensors checkpoint of this model, or a "
-            "file that was converted without it"
+            f"{key} is {value!r}, which is not supported; use the safetensors checkpoint of this model, or a file "
+            "that was converted without this key"
         )
 
 
@@ -256,20 +258,20 @@ def _is_one_of(value: Any, harmless: tuple[Any, ...]) -> bool:
 def _rope_scaling(
     own: Mapping[str, Any], prefix: str, tensors: Mapping[str, ReaderTensor], head_dim: int
 ) -> dict[str, Any] | None:
-    """The rotary scaling, by llama.cpp's rules: a factor without a type is linear, and 0 is none. `scale_linear` is its
-    older name."""
+    """The rotary scaling, by llama.cpp's rules: a factor without a type is linear, and a factor of 0 means none.
+    `scale_linear` is the older name of the factor."""
     kind = own.get("rope.scaling.type", "linear")
     if kind not in ("none", "linear"):
         raise ModelError(f"{prefix}.scaling.type is {kind!r}; supported are 'none' and 'linear'")
     factor = own.get("rope.scaling.factor", own.get("rope.scale_linear", 0.0)) if kind == "linear" else 0.0
     if factor not in (0.0, 1.0):
         if ROPE_FREQS in tensors and not (tensors[ROPE_FREQS].data == 1).all():
-            raise ModelError(f"{prefix}.scaling.factor is {factor}, and {ROPE_FREQS} scales too; only one of them can")
+            raise ModelError(f"{prefix}.scaling.factor is {factor}, and {ROPE_FREQS} scales too; only one may")
         return {"rope_type": "linear", "factor": _shortest(factor)}
     if ROPE_FREQS not in tensors:
         return None
-    # The file keeps what Llama 3's scaling came to, not its parameters. All of Meta's models share them, except for
-    # the factor, which the lowest frequency shows: take these if they give exactly what the file holds.
+    # The file holds the result of Llama 3's scaling, not its parameters. All of Meta's models share the parameters
+    # except for the factor, which is the largest divisor. Use them if they reproduce the file's divisors.
     divisors = tensors[ROPE_FREQS].data  # [head_dim / 2]
     scaling = RopeScaling("llama3", _shortest(float(divisors.max())), 1.0, 4.0, 8192)
     expected = divisors_of(scaling, plain_frequencies(own.get("rope.freq_base", 10000.0), head_dim))
@@ -302,18 +304,18 @@ def _write_weights(
     packed: bool,
     progress: Callable[[int, int], None] | None,
 ) -> None:
-    """A safetensors file (see loading.py), written tensor by tensor: the weights are never all in memory."""
+    """Write a safetensors file (see loading.py) tensor by tensor, so that memory never holds all weights."""
     sources = {_name(name): tensor for name, tensor in tensors.items() if name != ROPE_FREQS}
     shapes = weight_shapes(config)
     if odd := sorted(sources.keys() ^ shapes.keys()):
-        there = "missing" if odd[0] in shapes else "not part of a Llama"
-        raise ModelError(f"tensor '{odd[0]}' is {there} ({len(odd)} tensors are amiss)")
+        there = "missing" if odd[0] in shapes else "not part of a supported model"
+        raise ModelError(f"tensor '{odd[0]}' is {there} ({len(odd)} tensors are missing or unexpected)")
     header: dict[str, dict[str, Any]] = {}
     end = 0  # bytes
     for name, shape in shapes.items():
         stored = tuple(int(n) for n in reversed(sources[name].shape))  # GGUF counts dimensions from the fastest
         if stored != shape:
-            raise ModelError(f"tensor '{name}' has shape {stored}, but the metadata asks for {shape}")
+            raise ModelError(f"tensor '{name}' has shape {stored}, but by the metadata it should have {shape}")
         dtype = _dtype(sources[name]) if packed else "F32"
         written = sources[name].data.shape if dtype == "U8" else shape
         begin, end = end, end + STORED_DTYPES[dtype].itemsize * int(np.prod(written))
@@ -330,13 +332,13 @@ def _write_weights(
 
 
 def _dtype(tensor: ReaderTensor) -> str:
-    """What it is written as where it stays as it is: a matrix of blocks by its bytes."""
+    """The safetensors dtype for writing the tensor unchanged: U8 for the bytes of packed blocks."""
     kind = tensor.tensor_type.name
     return "U8" if kind in BLOCKS else "F16" if kind == "F16" else "F32"
 
 
 def _values(name: str, tensor: ReaderTensor, dtype: str, config: ModelConfig, rows_are_moved: bool) -> npt.NDArray[Any]:
-    """The tensor as it is written, with its rows in transformers' order."""
+    """The tensor's values as `dtype`, with their rows in transformers' order, ready to be written."""
     from gguf.quants import dequantize
 
     if dtype != "F32":
@@ -355,13 +357,13 @@ def _values(name: str, tensor: ReaderTensor, dtype: str, config: ModelConfig, ro
 
 
 def _split_halves(rows: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
-    """Each head's rows from llama.cpp's order (0, d/2, 1, d/2 + 1, ...) to transformers' (0, 1, ..., d - 1)."""
-    pairs = rows.reshape(num_heads, -1, 2, *rows.shape[1:])  # [heads, head_dim / 2, 2, inputs]; no inputs in a bias
+    """Reorder each head's rows from llama.cpp's order (0, d/2, 1, d/2 + 1, ...) to transformers' (0, 1, ..., d - 1)."""
+    pairs = rows.reshape(num_heads, -1, 2, *rows.shape[1:])  # [heads, head_dim / 2, 2, inputs]; a bias has no inputs
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
 def _name(gguf_name: str) -> str:
-    """transformers' name of a tensor; a name without a counterpart stays as it is."""
+    """The tensor's name in transformers; a name without a counterpart stays as it is."""
     whole = {
         "token_embd.weight": "model.embed_tokens.weight",
         "output_norm.weight": "model.norm.weight",
@@ -376,7 +378,7 @@ def _name(gguf_name: str) -> str:
 
 
 def _shortest(value: float) -> float:
-    """GGUF stores 1e-5 as an fp32, 9.999999747378752e-06: the shortest decimal that means the same fp32."""
+    """The shortest decimal with the same fp32 value. GGUF stores 1e-5 as an fp32, which reads 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 

@@ -1,8 +1,8 @@
-"""The tokenizer inside a GGUF file, written out as the Hugging Face hub's `tokenizer.json`.
+"""Build the tokenizer of a GGUF file, to be saved as a `tokenizer.json` in the Hugging Face hub's format.
 
-A GGUF file carries vocabulary, merges and token types, but only *names* the rule that cuts a text into words before
-the merges apply (`tokenizer.ggml.pre`). Each rule has to be known here; one that is not is an error, since a
-tokenizer that is nearly right gives a model that is subtly worse, and nobody would notice.
+A GGUF file contains the vocabulary, merges and token types, but only *names* the rule that splits a text into words
+before the merges apply (`tokenizer.ggml.pre`). This module implements the rules. An unknown rule is an error: a
+tokenizer that is nearly right makes a model subtly worse, and the user would not notice.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ LLAMA3_WORDS = (
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2_WORDS = LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
-"""Llama 3 cuts contractions, words, numbers of up to three digits, punctuation and white space apart;
-Qwen every digit by itself."""
+"""Llama 3 separates contractions, words, numbers of up to three digits, punctuation and white space.
+Qwen2 also separates every digit."""
 
 
 class TokenType(IntEnum):
-    """llama.cpp's kinds of tokens, as far as they need care."""
+    """The token types of llama.cpp that need special treatment."""
 
     CONTROL = 3
-    """Special: never produced by text, left out when decoding."""
+    """A special token: decoding leaves it out."""
     USER_DEFINED = 4
-    """Found in the text as a whole, before any merges."""
+    """A token that is matched in the text as a whole, before any merges."""
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer that the `tokenizer.ggml.*` entries describe. Raises ModelError for a kind not known here."""
+    """Build the tokenizer that the `tokenizer.ggml.*` entries describe. Raises ModelError for an unknown kind."""
     from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
     from tokenizers.models import BPE
 
     kind = metadata.get("tokenizer.ggml.model")
     if kind != "gpt2":
-        raise ModelError(f"the GGUF file has a tokenizer of kind {kind!r}; only 'gpt2' (BPE) is known here: {WAY_OUT}")
+        raise ModelError(f"the GGUF file has a tokenizer of kind {kind!r}; only 'gpt2' (BPE) is supported: {WAY_OUT}")
     for key in ("add_sep_token", "add_space_prefix", "remove_extra_whitespaces", "precompiled_charsmap"):
         if metadata.get(f"tokenizer.ggml.{key}"):
-            raise ModelError(f"tokenizer.ggml.{key} is set, which no tokenizer built here does: {WAY_OUT}")
-    # A missing rule is llama.cpp's "default": its guess for files of converters that did not know the tokenizer.
+            raise ModelError(f"tokenizer.ggml.{key} is set, which is not supported: {WAY_OUT}")
+    # A missing rule means llama.cpp's "default", its guess for files from converters that did not know the tokenizer.
     rule = metadata.get("tokenizer.ggml.pre", "default")
     is_llama3 = rule == "llama-bpe"
     tokens, merges = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"]
@@ -57,7 +57,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         BPE(
             vocab={token: i for i, token in enumerate(tokens)},
             merges=[tuple(merge.split(" ")) for merge in merges],
-            ignore_merges=is_llama3,  # a word that is a token is taken whole, even where no merges lead to it
+            ignore_merges=is_llama3,  # a word in the vocabulary is one token, even if no merges produce it
         )
     )
     tokenizer.pre_tokenizer = _word_splitter(rule)
@@ -70,8 +70,8 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
             tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
         elif token_type == TokenType.USER_DEFINED:
             tokenizer.add_tokens([AddedToken(token, special=False, normalized=False)])
-    # llama.cpp begins every text with BOS where the file says so, and for Llama 3 where it says nothing; and it ends
-    # it with EOS where the file says so.
+    # As in llama.cpp, a text begins with BOS if the file says so, and by default for Llama 3; it ends with EOS if the
+    # file says so.
     first, last = token_id(metadata, "bos"), token_id(metadata, "eos")
     first = first if metadata.get("tokenizer.ggml.add_bos_token", is_llama3) else None
     last = last if metadata.get("tokenizer.ggml.add_eos_token", False) else None
@@ -86,15 +86,15 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def token_id(metadata: Mapping[str, Any], role: str) -> int | None:
-    """The token that a file names for a role ("bos", "eos", ...). As in llama.cpp, an id without a token is none."""
+    """The id of the token for a role ("bos", "eos", ...), or None. Like llama.cpp, ignores an id without a token."""
     found = metadata.get(f"tokenizer.ggml.{role}_token_id")
     return found if isinstance(found, int) and 0 <= found < len(metadata.get("tokenizer.ggml.tokens", ())) else None
 
 
 def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
-    """The tokens that end an answer, as llama.cpp finds them.
+    """The ids of the tokens that end an answer, by llama.cpp's rules.
 
-    They are those that the file names as the end of a text, a turn or a message, and those with one of the END_NAMES.
+    They are the tokens that the file names as the end of a text, a turn or a message, and those in END_NAMES.
     """
     named = [token_id(metadata, role) for role in ("eos", "eot", "eom")]
     tokens, types = metadata.get("tokenizer.ggml.tokens", ()), metadata.get("tokenizer.ggml.token_type", [])
@@ -104,8 +104,8 @@ def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
 
 
 def _is_control(token: str, token_type: int | None) -> bool:
-    """Whether a token is a control token: by its type, or, as in llama.cpp, by its name, whatever its type. (But "</s>"
-    is also a piece of HTML.)"""
+    """Whether a token is a control token by its type or, as in llama.cpp, by its name. The name "</s>" does not count,
+    because it is also an HTML tag."""
     return token_type == TokenType.CONTROL or (token in END_NAMES and token != "</s>")
 
 
@@ -113,11 +113,11 @@ END_NAMES = {
     *("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>"),
     *("<|im_end|>", "<|end|>", "<end_of_turn>", "<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
 }
-"""What the tokens are called that end a text or a turn, in models whose files name only one of them."""
+"""Names of tokens that end a text or a turn, for models whose files name only one of them."""
 
 
 def tokenizer_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What `tokenizer_config.json` says beside it: the special tokens by role, and the chat template."""
+    """The content of `tokenizer_config.json`: the special tokens by role, the context length and the chat template."""
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         if (found := token_id(metadata, key)) is not None:
@@ -143,6 +143,6 @@ def _word_splitter(rule: str) -> PreTokenizer:
             return Sequence([words, ByteLevel(add_prefix_space=False, use_regex=False)])
         case _:
             raise ModelError(
-                f"the GGUF file's tokenizer cuts words by the rule {rule!r}; known here are 'gpt-2', 'smollm', "
+                f"the GGUF file's tokenizer splits words by the rule {rule!r}; supported are 'gpt-2', 'smollm', "
                 f"'llama-bpe' and 'qwen2': {WAY_OUT}"
             )

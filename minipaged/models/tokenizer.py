@@ -1,10 +1,10 @@
-"""Text to token ids and back, as the model was trained to see them.
+"""Convert text to token ids and back with the model's own tokenizer.
 
-`tokenizer.json` holds the tokenizer (vocabulary, merges, special tokens), the files beside it may add special tokens
+`tokenizer.json` holds the tokenizer (vocabulary, merges, special tokens), the files next to it may add special tokens
 (`tokenizer_files.py`), and the `tokenizers` library runs it.
-A chat is one text too: the model's *chat template* writes the messages out with the special tokens that mark who
-speaks, and ends where the model's answer begins. Only for that is transformers imported, and only when a chat is
-asked for: importing it takes longer than everything else here.
+A chat becomes one text too: the model's *chat template* joins the messages with the special tokens that mark each
+speaker, and ends where the model's answer begins. Only chats need transformers, so it is imported with the first one:
+the import takes longer than everything else here.
 """
 
 from __future__ import annotations
@@ -27,45 +27,45 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast as PreTrainedTokenizerFast
 
 Message = Mapping[str, Any]
-"""One turn of a conversation: its "role", and its "content", which is a text or a list of parts that are text."""
+"""One turn of a conversation: a "role", and a "content", which is a text or a list of text parts."""
 
 
 class ChatOptions(TypedDict, total=False):
-    """How a conversation is written out; the names are vLLM's."""
+    """Options for rendering a conversation, with vLLM's names."""
 
     chat_template: str | None
-    """A Jinja template to use in place of the model's own."""
+    """A Jinja template that replaces the model's own."""
     add_generation_prompt: bool
-    """End where the model's answer begins (the default)."""
+    """Whether the text ends where the model's answer begins (the default)."""
     continue_final_message: bool
-    """End within the last message, for the model to go on with it; needs `add_generation_prompt=False`."""
+    """Whether the model continues the last message; needs `add_generation_prompt=False`."""
     chat_template_kwargs: Mapping[str, Any] | None
-    """What else the template is to know, by name."""
+    """More variables for the template, by name."""
 
 
 MOST_COMPOSED = 4
-"""Characters of a text that Unicode's composed forms make one of, at most: a Greek vowel with three marks."""
+"""The most characters that Unicode's composed forms combine into one: a Greek vowel with three marks."""
 
 
 class Tokenizer:
     """The tokenizer of the model in `folder`."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ModelError when `folder` holds no readable tokenizer."""
+        """Read the tokenizer. Raises ModelError if `folder` holds no readable one."""
         self.folder = folder
         self._files = read_tokenizer(folder)
         self._backend = self._files.backend
 
     def least_tokens(self, num_characters: int) -> int:
-        """No text of so many characters has fewer tokens; 0 where this tokenizer may make a few of any text."""
+        """A lower bound for the number of tokens of any text with `num_characters`; 0 if there is no such bound."""
         return num_characters // self._most_characters_a_token if self._most_characters_a_token else 0
 
     @cached_property
     def _most_characters_a_token(self) -> int | None:
-        """The characters of a text that a token can stand for; None if there is no limit.
+        """The most characters of a text that one token can represent; None if there is no limit.
 
-        There is none where the tokenizer drops text, as spaces between words, or has one token for anything unknown,
-        or a special token that takes the spaces beside it.
+        There is no limit if the tokenizer drops text (such as spaces between words), has one token for all unknown
+        text, or has a special token that absorbs the spaces around it.
         """
         model, words = self._backend.model, _steps(self._backend.pre_tokenizer)
         keeps_bytes = getattr(model, "byte_fallback", False) or any(step["type"] == "ByteLevel" for step in words)
@@ -77,13 +77,16 @@ class Tokenizer:
         return max(map(len, self._backend.get_vocab())) * (MOST_COMPOSED if composes else 1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of `text`; the model's beginning-of-text token comes first where the model is used to one, unless
-        no special tokens are to be added."""
+        """The token ids of `text`. They begin with the beginning-of-text token if the model uses one, unless
+        `add_special_tokens` is False."""
         return self._encode(text, add_special_tokens=add_special_tokens)
 
     def places(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Where in `text` each token of its encoding begins. The parts of a character begin where it does; a space that
-        belongs to a token is its beginning; a token that is added to the text takes no room."""
+        """The position in `text` at which each token of its encoding begins.
+
+        A token that is part of a character begins with the character. A token that includes a space begins with the
+        space. An added special token is empty.
+        """
         encoding = self._encoding(text, add_special_tokens)
         places, end = [], 0
         for (begin, stop), is_added in zip(encoding.offsets, encoding.special_tokens_mask, strict=True):
@@ -96,14 +99,13 @@ class Tokenizer:
     def decode(
         self, ids: Iterable[int], *, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
     ) -> str:
-        """The text of `ids`, without special tokens or with them.
+        """The text of `ids`, with or without special tokens.
 
-        A character may be spread over several tokens: cut in the middle of one, the text ends in U+FFFD.
+        A character may consist of several tokens: if `ids` end in the middle of one, the text ends in U+FFFD.
 
-        `spaces_between_special_tokens=False` matters only where special tokens are shown, and only to a tokenizer that
-        writes spaces between tokens (WordPiece, or one without a decoder). As in vLLM's incremental detokenizer, an
-        added token that follows another added token is then written without the space before it. Spaces between an
-        added token and ordinary ones stay.
+        `spaces_between_special_tokens=False` matters only if special tokens are shown, and only for a tokenizer that
+        writes spaces between tokens (WordPiece, or one without a decoder). As in vLLM's incremental detokenizer, it
+        removes the space between two adjacent added tokens. Spaces between an added token and ordinary ones stay.
         """
         ids = list(ids)
         pieces, begin = [], 0
@@ -116,22 +118,21 @@ class Tokenizer:
         return "".join(pieces)
 
     def token_name(self, token_id: int) -> str:
-        """The token as the vocabulary writes it ("Ġis", "▁is", "<0x0A>", "<|im_end|>"); "" for an id without an
-        entry."""
+        """The token's entry in the vocabulary ("Ġis", "▁is", "<0x0A>", "<|im_end|>"), or "" if the id has none."""
         if token_id in self._added_tokens:
             return self._added_tokens[token_id].content
         return (self._backend.id_to_token(token_id) or "") if token_id >= 0 else ""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of text that the token stands for; b"" for an id without an entry.
+        """The bytes of text that the token represents, or b"" if the id has no entry in the vocabulary.
 
-        They come from the vocabulary, read by the rules that the tokenizer's decoder declares, so that a part of a
-        character is that part's bytes. A special token stands for its own name. The rules apply to one token: those
-        that look at the whole text, such as dropping its first space, do not.
+        They result from the vocabulary entry and the rules of the tokenizer's decoder, so that a token for a part of a
+        character gives that part's bytes. A special token represents its own name. Rules that apply to the whole text,
+        such as dropping its first space, are left out.
         """
         name, rules = self.token_name(token_id), self._decoding_rules
         added = self._added_tokens.get(token_id)
-        if added is not None and (added.special or "ByteLevel" in rules):  # not written in the alphabet of bytes
+        if added is not None and (added.special or "ByteLevel" in rules):  # not written in the byte alphabet
             return name.encode()
         if rules.keys() - {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip"}:
             return str(self._backend.decoder.decode([name])).encode() if name else b""
@@ -145,7 +146,7 @@ class Tokenizer:
 
     @cached_property
     def special_token_ids(self) -> frozenset[int]:
-        """The tokens that `decode` leaves out unless they are to be shown."""
+        """The ids of the tokens that `decode` leaves out with skip_special_tokens=True."""
         return frozenset(token_id for token_id, token in self._added_tokens.items() if token.special)
 
     def encode_chat(
@@ -157,26 +158,25 @@ class Tokenizer:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """The ids of a chat, up to where the model's answer begins. The options are those of `ChatOptions`.
+        """The token ids of a chat, up to where the model's answer begins. `ChatOptions` describes the options.
 
         Each message has a "role" ("system", "user", "assistant") and a "content": a text, or a list of parts like
-        {"type": "text", "text": ...}, which become its lines. An assistant's content may be None. Raises
-        InvalidRequest for messages the template cannot write out, ModelError when the model has no template and none
-        is given.
+        {"type": "text", "text": ...}, which become its lines. An assistant's content may be None. Raises InvalidRequest
+        if the template cannot render the messages, and ModelError if neither the model nor the call has a template.
         """
         if not messages:
             raise InvalidRequest("the chat is empty; give at least one message")
         if add_generation_prompt and continue_final_message:
             raise InvalidRequest(
-                "add_generation_prompt and continue_final_message are both True; the answer either begins a message of "
-                "its own or goes on with the last one: set add_generation_prompt=False for the latter"
+                "add_generation_prompt and continue_final_message are both True; the answer either begins a new "
+                "message or continues the last one: set add_generation_prompt=False for the latter"
             )
         conversation = [with_plain_content(message) for message in messages]
         more = dict(chat_template_kwargs or {})
         renderer = self.in_transformers
         if taken := more.keys() & inspect.signature(renderer.apply_chat_template).parameters.keys() - {"documents"}:
             raise InvalidRequest(
-                f"chat_template_kwargs holds {min(taken)!r}, which is no variable of a template; leave it out"
+                f"chat_template_kwargs holds {min(taken)!r}, which is not a template variable; leave it out"
             )
         if not (chat_template or renderer.chat_template):
             raise ModelError(f"the model in {self.folder} has no chat template; use generate with a plain prompt")
@@ -191,27 +191,27 @@ class Tokenizer:
                     **more,
                 )
             )
-        except Exception as error:  # a template is a program, and raises what it likes
+        except Exception as error:  # a template is a program and can raise any exception
             whose = "the chat template" if chat_template else "the model's chat template"
             raise InvalidRequest(f"{whose} refuses these messages: {error}") from None
-        # The template has written the special tokens itself, the first one included.
+        # The template has already written the special tokens, including the first one.
         return self._encode(text, add_special_tokens=False)
 
     @property
     def eos_token_id(self) -> int | None:
-        """The token that ends a text, as the tokenizer's files name it. A model may have more of them."""
+        """The id of the end-of-text token in the tokenizer's files, or None. A model may have more end tokens."""
         return self._files.eos_token_id
 
     @cached_property
     def _added_tokens(self) -> dict[int, AddedToken]:
-        """The tokens that are found in a text as a whole, special ones and others."""
+        """The tokens, special or not, that are matched in a text as a whole."""
         return self._backend.get_added_tokens_decoder()
 
     @cached_property
     def _decoding_rules(self) -> dict[str, tuple[tuple[str, str], ...]]:
-        """The steps of the declared decoder by type, each with what it replaces by what.
+        """The steps of the decoder by type, each with its replacements (old, new).
 
-        A pattern that is no plain string is a step of its own type, "Regex".
+        A replacement whose pattern is not a plain string has the type "Regex".
         """
         rules: dict[str, tuple[tuple[str, str], ...]] = {}
         for step in _steps(self._backend.decoder):
@@ -224,7 +224,7 @@ class Tokenizer:
             elif kind == "Replace":
                 kind = "Regex"
             rules[kind] = rules.get(kind, ()) + pairs
-        # A tokenizer may write its tokens in the alphabet of bytes and declare no decoder.
+        # A tokenizer may write its tokens in the byte alphabet without declaring a decoder.
         if not rules and any(step["type"] == "ByteLevel" for step in _steps(self._backend.pre_tokenizer)):
             rules["ByteLevel"] = ()
         return rules
@@ -235,20 +235,20 @@ class Tokenizer:
 
     def _encoding(self, text: str, add_special_tokens: bool) -> Encoding:
         try:
-            # As a batch of one: the library lets other threads go on meanwhile, which its `encode` does not.
+            # A batch of one text, because `encode_batch` lets other threads run and `encode` does not.
             [found] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
         except TypeError:
-            # A lone surrogate (half a character, as a broken escape leaves behind) has no UTF-8 form.
+            # A lone surrogate (half a character, from a broken escape) has no UTF-8 form.
             raise InvalidRequest(f"a text must be one that can be written as UTF-8; got {text!r}") from None
         return found
 
     @cached_property
     def in_transformers(self) -> PreTrainedTokenizerFast:
-        """This tokenizer as transformers has it. Raises ModelError where it is another one there.
+        """The tokenizer as transformers loads it. Raises ModelError if transformers loads a different one.
 
-        Its `decode` cleans no spaces up, whatever the files say, because vLLM's engine does not either.
+        Its `decode` does not clean up spaces, even if the files ask for it, because vLLM's engine does not either.
         """
-        # transformers would tell the reader that PyTorch is missing, which is as it should be here.
+        # Silence transformers' warning that PyTorch is missing: it is not needed here.
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         from transformers import PreTrainedTokenizerFast
 
@@ -257,18 +257,18 @@ class Tokenizer:
             tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(
                 self.folder, local_files_only=True, clean_up_tokenization_spaces=False, **untyped
             )
-        except Exception as error:  # the files are the model's, and may say anything
+        except Exception as error:  # the files come with the model and may contain anything
             raise ModelError(f"transformers cannot read the tokenizer in {self.folder}: {error}") from error
         if differing := _differences(self._backend, tokenizer.backend_tokenizer):
             raise ModelError(
-                f"the tokenizer in {self.folder} is another one in transformers (it differs in {differing}); save it "
-                "there again with tokenizer.save_pretrained of transformers"
+                f"transformers loads the tokenizer in {self.folder} differently (it differs in {differing}); save it "
+                "there again with transformers' tokenizer.save_pretrained"
             )
         return tokenizer
 
 
 def _differences(ours: Backend, theirs: Backend) -> str:
-    """What two tokenizers differ in, as far as their files can make them differ."""
+    """The names of the parts in which two tokenizers from the same files differ."""
 
     def parts(backend: Backend) -> dict[str, object]:
         added = backend.get_added_tokens_decoder()
@@ -286,7 +286,7 @@ def _differences(ours: Backend, theirs: Backend) -> str:
 
 
 def _keeps_text(step: Mapping[str, Any]) -> bool:
-    """Whether a declared step of a normalizer or pre-tokenizer leaves no character out, though it may change some."""
+    """Whether a step of a normalizer or pre-tokenizer drops no characters, though it may change some."""
     kind = step["type"]
     if kind == "Replace":
         pattern = step["pattern"].get("String")
@@ -297,7 +297,7 @@ def _keeps_text(step: Mapping[str, Any]) -> bool:
 
 
 def _steps(component: Any) -> list[dict[str, Any]]:
-    """What a component of a tokenizer declares, as JSON: the parts of a sequence, or itself; nothing for None."""
+    """The steps of a tokenizer's component as JSON: the parts of a sequence, the component itself, or [] for None."""
     if component is None:
         return []
     pending, steps = [json.loads(component.__getstate__())], []
@@ -311,8 +311,8 @@ def _steps(component: Any) -> list[dict[str, Any]]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: the character that stands for each byte. Bytes that print are themselves, and the others are
-    characters from U+0100 on, in their order."""
+    """GPT-2's byte alphabet: the byte for each character. Printable bytes are their own characters; the others are the
+    characters from U+0100 on, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -323,10 +323,10 @@ BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def with_plain_content(message: Message) -> dict[str, Any]:
-    """The message as a template is given it: its content one text, and no key that says nothing.
+    """The message for a template: with its content as one text and without empty keys.
 
-    As in vLLM, each part of a content is a line, and an assistant's content that is None or left out is "". Another key
-    says nothing if it is None, "", [] or {}: a template that asks whether there are "tool_calls" takes [] for some.
+    As in vLLM, each part of a content is a line, and an assistant's missing content is "". Other keys are removed if
+    they are None, "", [] or {}, because a template may take an empty "tool_calls" for tool calls.
     """
     if (
         not isinstance(message, Mapping)
@@ -356,7 +356,7 @@ def _plain(role: object, content: object) -> str:
         if kind != "text" or not isinstance(part.get("text"), str):
             what = f"of type {kind!r}" if kind not in (None, "text") else repr(part)
             raise InvalidRequest(
-                f'a part of a "content" is {{"type": "text", "text": ...}}; models here read no part {what}'
+                f'a part of a "content" is {{"type": "text", "text": ...}}; models here cannot read a part {what}'
             )
         lines.append(part["text"])
     return "\n".join(lines)

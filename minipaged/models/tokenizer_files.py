@@ -1,18 +1,18 @@
-"""Reads the tokenizer that the files of a folder describe together, as transformers does.
+"""Read the tokenizer from the files of a folder, by the rules of transformers.
 
-`tokenizer.json` holds a whole tokenizer. Three files beside it may declare tokens that it lacks, or say that one of
-its tokens is special:
+`tokenizer.json` holds a whole tokenizer. Three files next to it may declare more tokens, or that one of its tokens is
+special:
 
     tokenizer_config.json     "eos_token", "pad_token", ...: a special token for each role
-                              "extra_special_tokens" (before: "additional_special_tokens"): others
-                              "added_tokens_decoder": tokens with their properties; where it is there, the next two
-                              files do not count
-    special_tokens_map.json   the same roles, of older checkpoints
-    added_tokens.json         {token: id}, of still older ones
+                              "extra_special_tokens" (older: "additional_special_tokens"): other special tokens
+                              "added_tokens_decoder": tokens with their properties; if present, the next two files
+                              are ignored
+    special_tokens_map.json   the same roles, in older checkpoints
+    added_tokens.json         {token: id}, in still older ones
 
-A token that `tokenizer.json` lacks gets the next free id, whatever id is written beside it. Whether beginning and end
-of a text get a token is up to `tokenizer.json` alone: "add_bos_token" and "add_eos_token" are not heeded beside it, and
-neither is "add_prefix_space".
+A token that `tokenizer.json` lacks gets the next free id, even if a file gives another one. `tokenizer.json` alone
+decides whether a text begins or ends with a special token: "add_bos_token", "add_eos_token" and "add_prefix_space" in
+other files are ignored.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ if TYPE_CHECKING:
 TOKENIZER, CONFIG, OLDER_CONFIG = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 ADDED = "added_tokens.json"
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""The roles that every tokenizer of transformers may have. Others end in "_token" as well ("image_token")."""
+"""The roles that transformers defines for every tokenizer. Other roles end in "_token" too ("image_token")."""
 EXTRA, ADDITIONAL = EXTRAS = ("extra_special_tokens", "additional_special_tokens")
 PROPERTIES = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """A folder's tokenizer."""
+    """A tokenizer, with the special tokens that its files declare."""
 
     backend: Tokenizer
     """The tokenizer, with every declared token."""
     roles: dict[str, AddedToken]
-    """The special tokens by what they are for: "eos_token", ..."""
+    """The special tokens by role: "eos_token", ..."""
     untyped: frozenset[str] = field(default_factory=frozenset)
-    """Roles whose token is an object without "__type", which transformers does not take."""
+    """Roles whose token is an object without "__type", which transformers does not accept."""
 
     @property
     def eos_token_id(self) -> int | None:
-        """The token that ends a text, or None where no file names one."""
+        """The id of the token that ends a text, or None if no file names one."""
         eos = self.roles.get("eos_token")
         return None if eos is None else self.backend.token_to_id(eos.content)
 
 
 def read_tokenizer(folder: Path) -> TokenizerFiles:
-    """The tokenizer in `folder`. Raises ModelError where there is none, or a file does not say what it should."""
+    """Read the tokenizer in `folder`. Raises ModelError if there is none or a file is damaged."""
     path = folder / TOKENIZER
     if not path.is_file():
         raise ModelError(f"{folder} holds no tokenizer.json; put the model's tokenizer.json there")
@@ -64,9 +64,9 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     return _read(folder, tuple(file.read_bytes() if file.is_file() else b"" for file in files))
 
 
-@lru_cache(maxsize=1)  # a model's configuration asks for its end token first: a large file is read once for both
+@lru_cache(maxsize=1)  # the model's configuration needs the end token first; a large file is read once for both
 def _read(folder: Path, contents: tuple[bytes, ...]) -> TokenizerFiles:
-    """The tokenizer in `folder`, whose files have these contents."""
+    """Read the tokenizer in `folder`. `contents`, the contents of its files, is the cache's key."""
     from tokenizers import Tokenizer
 
     path = folder / TOKENIZER
@@ -103,10 +103,10 @@ def _read(folder: Path, contents: tuple[bytes, ...]) -> TokenizerFiles:
 def _declared(
     folder: Path, config: Mapping[str, Any], older: Mapping[str, Any], padding: str | None
 ) -> tuple[dict[str, str | AddedToken], list[str | AddedToken], set[str]]:
-    """The special tokens with a role, those without, and the texts that are special where added_tokens.json has them.
+    """The special tokens by role, those without a role, and the texts that are special if added_tokens.json lists them.
 
-    A token that is written as a text stays one: to transformers it is not the same as an object with that content.
-    Where both files name one of `ROLES`, the older file counts. `padding`: the token that tokenizer.json pads with.
+    A token written as a text stays a text, because transformers treats it differently from an object with that content.
+    If both files name one of `ROLES`, the older file wins. `padding`: the token with which tokenizer.json pads.
     """
     roles: dict[str, str | AddedToken | None] = dict.fromkeys(ROLES)
     if padding is not None and "pad_token" not in {**config, **older}:
@@ -123,7 +123,7 @@ def _declared(
             elif key.endswith("_token") and isinstance(value, str | dict):  # "add_bos_token" is a bool
                 (plain if file == CONFIG and isinstance(value, str) else others)[key] = _token(value, where)
 
-    # A list, or a dict of more roles; under its older name where the newer one says nothing.
+    # A list, or a dict of more roles. The older name counts if the newer one is empty.
     lists = {key: config[key] for key in EXTRAS if key in config}
     if not lists.get(EXTRA) and ADDITIONAL in lists:
         lists[EXTRA] = lists.pop(ADDITIONAL)
@@ -146,8 +146,8 @@ def _declared(
 def _listed(
     folder: Path, config: Mapping[str, Any], backend: Tokenizer, special: set[str]
 ) -> tuple[list[AddedToken], dict[str, AddedToken]]:
-    """The tokens that are listed with an id, in the order of the ids; and the same by content, including those whose id
-    a later entry takes. `special`: the texts that are special tokens if added_tokens.json lists them."""
+    """The tokens listed with an id, in the order of the ids; and the tokens by content, including those whose id a
+    later entry takes over. `special`: the texts that are special tokens if added_tokens.json lists them."""
     from tokenizers import AddedToken
 
     listed: list[tuple[int, AddedToken]] = []
@@ -167,14 +167,14 @@ def _listed(
 
 
 def _special(token: str | AddedToken) -> AddedToken:
-    """A token that is written as a text is a special one."""
+    """The token as an AddedToken. A token written as a text is special."""
     from tokenizers import AddedToken
 
     return AddedToken(token, special=True) if isinstance(token, str) else token
 
 
 def _token(value: Any, where: str) -> str | AddedToken:
-    """A token as a file writes it: its text, or an object with its properties."""
+    """The token in a file's `value`: a text, or an object with properties. Raises ModelError for any other value."""
     from tokenizers import AddedToken
 
     if isinstance(value, str):

@@ -132,7 +132,8 @@ class Listener:
 
 def measure(model: str) -> dict[str, list[Run]]:
     """The runs of all prompts and widths, on a real model."""
-    from minipaged.llm import LLM, LoadedModel
+    from minipaged.llm import LLM
+    from minipaged.setup.loaded_model import LoadedModel
 
     loaded = LoadedModel.load(model)
     found: dict[str, list[Run]] = {}

@@ -28,7 +28,7 @@ import numpy as np
 from minipaged.errors import InvalidRequest
 from minipaged.paper.figure import Check, Figure, Job
 from minipaged.paper.machines import SETTINGS, facts
-from minipaged.tiers.devices import own_version
+from minipaged.tiers.devices import CHECKOUT, own_version
 
 PACKAGE = Path(__file__).parents[1]
 SIMULATION = (
@@ -54,7 +54,7 @@ class Provenance:
 
 
 def made(*, seed: int, quick: bool) -> Provenance:
-    return Provenance(seed, quick, own_version(), np.__version__, platform.python_version())
+    return Provenance(seed, quick, this_minipaged(), np.__version__, platform.python_version())
 
 
 def digest_of(package: Path) -> str:
@@ -70,6 +70,12 @@ def digest_of(package: Path) -> str:
 @cache
 def _digest_of_this() -> str:
     return digest_of(PACKAGE)
+
+
+def this_minipaged() -> str:
+    """The version that makes figures here. A checkout has none, and is named by its digest."""
+    version = own_version()
+    return f"{CHECKOUT} ({_digest_of_this()[:12]})" if version == CHECKOUT else version
 
 
 def key_of(job: Job) -> str:
@@ -151,7 +157,7 @@ def _is_whole(data: Any) -> bool:
 
 def kept_figure(folder: Path, name: str) -> dict[str, Any] | None:
     """The figure's result that is in the folder; None if there is none. Raises Unusable for one that cannot be read, or
-    that another version of minipaged has made."""
+    that another version of minipaged has made, or a checkout of other code."""
     path = folder / f"{file_name(name)}.json"
     data: dict[str, Any] | None
     try:
@@ -166,9 +172,9 @@ def kept_figure(folder: Path, name: str) -> dict[str, Any] | None:
     if not data or not _is_whole(data):
         raise Unusable(f"{path} is no whole result of a figure; remove it, or {again}", "no whole result")
     maker = data["made"]["minipaged"]
-    if maker != own_version():
+    if maker != this_minipaged():
         raise Unusable(
-            f"{path} was made by minipaged {maker}, and this is {own_version()}, whose figures may come out "
+            f"{path} was made by minipaged {maker}, and this is {this_minipaged()}, whose figures may come out "
             f"otherwise; {again}",
             f"made by minipaged {maker}",
         )

@@ -1,4 +1,4 @@
-"""What driver and workers tell each other: MessagePack values on a socket, each behind its length in four bytes."""
+"""The messages between driver and workers: MessagePack values on a socket, each after its length in four bytes."""
 
 from __future__ import annotations
 
@@ -17,103 +17,106 @@ from minipaged.steps import StepInput
 
 _LENGTH = struct.Struct(">I")
 _PART = 1 << 16
-"""Bytes that are asked for at once. Nearly all messages come in one go."""
+"""The number of bytes to read at a time. Nearly all messages arrive in one read."""
 
 Told = TypeVar("Told")
 
 
 class Message(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """An array of its kind's name and its fields."""
+    """A message, encoded as an array of the class name and the fields."""
 
 
 # --- From the driver ------------------------------------------------------------------------------
 
 
 class Make(Message, frozen=True):
-    """Reserve the KV cache and get ready to run steps."""
+    """The order to reserve the KV cache and prepare for steps."""
 
     config: EngineConfig
     number: int
-    """How many were asked for, this one included."""
+    """The number of this order, counted from 1."""
 
 
 class RunStep(Message, frozen=True):
-    """Follow this step (`steps.py`)."""
+    """The order to run a step (`steps.py`)."""
 
     step: StepInput
     chosen: list[tuple[int, list[int]]] = []
-    """With several stages: of steps that have been run, by number, the tokens that were chosen."""
+    """Numbers of earlier steps with the tokens that they chose. Only models with several stages need them."""
 
 
 class Where(Message, frozen=True):
-    """Say what you are doing. It is answered at once, by a thread of its own."""
+    """The request to report the current activity. A separate thread of the worker answers it immediately."""
 
 
 # --- From a worker --------------------------------------------------------------------------------
 
 
 class RankLoaded(Message, frozen=True):
-    """The weights are there."""
+    """The answer that a rank has loaded its weights."""
 
     free_device_bytes: int | None
+    """Free memory of the rank's GPU; None on a CPU."""
 
 
 class RankRefused(Message, frozen=True):
-    """The checkpoint cannot be loaded, or not cut so."""
+    """The answer that the checkpoint cannot be loaded, or cannot be cut for this rank."""
 
     error: str
 
 
 class RankReady(Message, frozen=True):
-    """Steps can come."""
+    """The answer to `Make`: the rank is ready for steps."""
 
     number: int
-    """As in `Make`."""
+    """The number of the `Make`."""
     costs: Costs
 
 
 class NoRoom(Message, frozen=True):
-    """There is too little memory for the cache."""
+    """The answer to `Make` if the rank has too little memory for the KV cache."""
 
     error: str
 
 
 class RankFailed(Message, frozen=True):
-    """Something has raised, and nothing will work any more."""
+    """The report that a rank has raised an exception and can run nothing more."""
 
     error: str
 
 
 class Doing(Message, frozen=True):
-    """What the worker does, in a few words."""
+    """The answer to `Where`: the worker's current activity."""
 
     what: str
+    """The activity in a few words."""
     waits: bool
-    """For another rank, so that it is not this one that is late."""
+    """Whether the rank is waiting for another one, which is then the late one."""
 
 
 # --- From the first rank of the last stage, on a connection of its own ----------------------------
 
 
 class Making(Message, frozen=True):
-    """What has come of the steps before a `Make` was told, all of it."""
+    """The report that the rank has started a `Make`. The results of all earlier steps have been sent before it."""
 
     number: int
-    """As in `Make`."""
+    """The number of the `Make`."""
 
 
 class Ran(Message, frozen=True):
-    """A step has been run, and this has come of it."""
+    """The result of a step."""
 
     number: int
+    """The number of the step."""
     choices: Choices
     prompt_logprobs: dict[int, Choices] = {}
     logits: bytes = b""
-    """[rows that ask for logits or choose, vocab], float32, where some ask for them."""
+    """float32 [rows that need logits or choose tokens, vocab]; empty if no row needs logits."""
 
 
 class Choices(msgspec.Struct, array_like=True, frozen=True):
-    """Sampled tokens, one after another; what few of them have is told by their places."""
+    """Sampled tokens in order. Rare attributes are dicts, keyed by the position of the token."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -130,7 +133,7 @@ class Choices(msgspec.Struct, array_like=True, frozen=True):
         )
 
     def sampled(self) -> list[Sampled]:
-        """What `of` was given."""
+        """The tokens as `Sampled` objects, the inverse of `of`."""
         chosen = list(map(Sampled, self.token_ids, self.logprobs, repeat(None)))
         for place, top in self.top_logprobs.items():
             chosen[place].top_logprobs = top
@@ -150,22 +153,22 @@ _result_decoder = msgspec.msgpack.Decoder(Result)
 
 
 def encode(message: Message) -> bytes:
-    """With its length before it."""
+    """Encode a message, preceded by its length."""
     data = _encoder.encode(message)
     return _LENGTH.pack(len(data)) + data
 
 
 class Incoming(Generic[Told]):
-    """The messages that come on a connection, for one reader. No part of one is lost where he is interrupted."""
+    """The messages that arrive on a connection, for one reader. An interrupted read loses no part of a message."""
 
     def __init__(self, connection: socket.socket, decode: Callable[[memoryview], Told]) -> None:
         self._connection = connection
         self._decode = decode
-        self._parts: list[bytes] = []  # what has come of the next message, and maybe of those after it
+        self._parts: list[bytes] = []  # received parts of the next message, and maybe of later ones
 
     def read(self) -> Told | None:
-        """The next one; None where the other end has gone. Raises BlockingIOError where the connection has a timeout
-        (SO_RCVTIMEO) and nothing has come in it."""
+        """The next message; None if the other end has closed the connection. Raises BlockingIOError if nothing arrives
+        within the connection's timeout (SO_RCVTIMEO)."""
         while True:
             there = sum(map(len, self._parts))
             if there >= _LENGTH.size:
@@ -177,7 +180,9 @@ class Incoming(Generic[Told]):
                     self._parts = [data[end:]] if there > end else []
                     return self._decode(memoryview(data)[_LENGTH.size : end])
             try:
-                self._parts.extend(map(self._connection.recv, (_PART,)))  # in one go, or Ctrl-C could come in between
+                self._parts.extend(
+                    map(self._connection.recv, (_PART,))
+                )  # one call, so that Ctrl-C cannot interrupt in between
             except BlockingIOError:
                 raise
             except OSError:  # reset, or closed on this side
@@ -187,15 +192,15 @@ class Incoming(Generic[Told]):
 
 
 def orders(connection: socket.socket) -> Incoming[Order]:
-    """What the driver says."""
+    """The driver's orders, as a worker reads them."""
     return Incoming(connection, _order_decoder.decode)
 
 
 def answers(connection: socket.socket) -> Incoming[Answer]:
-    """What a worker says."""
+    """A worker's answers, as the driver reads them."""
     return Incoming(connection, _answer_decoder.decode)
 
 
 def results(connection: socket.socket) -> Incoming[Result]:
-    """What has come of steps."""
+    """The results of steps, as the driver reads them."""
     return Incoming(connection, _result_decoder.decode)

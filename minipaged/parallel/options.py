@@ -1,4 +1,4 @@
-"""What a worker is started with."""
+"""The options with which the driver starts a worker."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import msgspec
 
 
 class Options(msgspec.Struct, frozen=True):
-    """One rank, of which model. Written as JSON, as its process's one argument."""
+    """The options of one rank. They are passed as JSON, the only argument of the worker's process."""
 
     folder: str
-    """The checkpoint's."""
+    """The checkpoint folder."""
     device: str
     dtype: str
     rank: int
-    """Of all ranks: first those of the first stage."""
+    """The rank's number among all ranks, stage by stage."""
     tensor_parallel_size: int
-    """Ranks of a stage."""
+    """The number of ranks per stage."""
     pipeline_parallel_size: int
-    """Stages."""
+    """The number of stages."""
     num_threads: int
-    """Of its own."""
+    """The number of threads for the rank's computations."""
     rendezvous: str = ""
-    """A file by which the ranks find each other: its path, or that of an open one's descriptor."""
+    """The path of a file through which the ranks find each other. It may be the path of an open file descriptor."""
     socket: int = -1
-    """The file descriptor of its end of the connection to the driver."""
+    """The file descriptor of the worker's end of its connection to the driver."""
     results: int = -1
-    """That of the other one, on which one of the ranks tells what has come of steps."""
+    """The file descriptor of a second connection, on which one rank sends the results of steps."""

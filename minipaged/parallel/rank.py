@@ -1,4 +1,4 @@
-"""One rank of a model: its part of the weights and of every block, and its place among the others."""
+"""One rank of a model: it has part of the weights and of every block, and communicates with the other ranks."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ from minipaged.params import EngineConfig
 from minipaged.tiers import FastTier
 
 LONGEST_EXCHANGE = timedelta(days=1)
-"""For how long a rank waits for the others. It is the driver that gives up, and then it ends them all."""
+"""The timeout of a rank that waits for the others. The driver gives up earlier, and then ends all workers."""
 
 
 class Talker(Protocol):
-    """Who tells the driver what is being done."""
+    """The object that reports the current activity to the driver."""
 
     doing: str
+    """The activity in a few words."""
     waits: bool
+    """Whether the rank is waiting for another one."""
 
 
 class Rank:
-    """Follows steps with its part of the model. The first rank of the last stage tells what has come of them."""
+    """A part of the model that runs steps. The first rank of the last stage returns their results."""
 
     def __init__(self, options: Options, talker: Talker) -> None:
         """Load the weights."""
@@ -48,15 +50,15 @@ class Rank:
         self._tier = FastTier.on(options.device, options.dtype)
         self._weights = self._tier.load_shard(folder, config, self.shard, self._others)
         self._runner: Runner | None = None
-        self._note_choices: Callable[[int, list[int]], None] | None = None  # of a stage that does not choose
+        self._note_choices: Callable[[int, list[int]], None] | None = None  # for a stage that does not choose tokens
 
     def free_device_bytes(self) -> int | None:
-        """Of the GPU, if it is on one."""
+        """Free memory of the GPU; None if the rank is on a CPU."""
         return torch.cuda.mem_get_info()[0] if self._tier.device == "cuda" else None
 
     def make(self, config: EngineConfig, number: int) -> RankReady:
-        """Reserve the KV cache. Raises MemoryError."""
-        self._runner = self._note_choices = None  # a former one's cache is given back first
+        """Reserve the KV cache. Raises MemoryError if there is too little memory."""
+        self._runner = self._note_choices = None  # free the previous runner's cache first
         self._rows = PerLane(Rows)
         made = (self._config, self._weights, config)
         if self.shard.is_last:
@@ -68,11 +70,11 @@ class Rank:
 
     @property
     def tells(self) -> bool:
-        """Whether this is the one that tells what has come of steps."""
+        """Whether this rank sends the results of steps to the driver."""
         return self.shard.is_last and self.shard.rank == 0
 
     def run(self, order: RunStep) -> Ran | None:
-        """What has come of it, if that is this rank's to tell."""
+        """Run a step. Returns its result if this rank sends the results, otherwise None."""
         if self._note_choices:
             for number, token_ids in order.chosen:
                 self._note_choices(number, token_ids)
@@ -84,7 +86,7 @@ class Rank:
 
 
 def outcome(number: int, rows: Rows, result: StepResult) -> Ran:
-    """A step's result, as the driver is told it."""
+    """A step's result as a message to the driver."""
     asks_for_logits = not rows.num_steady and any(row.num_choices < 0 for row in rows)
     return Ran(
         number,
@@ -95,15 +97,15 @@ def outcome(number: int, rows: Rows, result: StepResult) -> Ran:
 
 
 class Processes:
-    """The ranks, as one of them sees them (`fast.sharded.Ranks`): all in processes of their own."""
+    """One rank's communication with the others (`fast.sharded.Ranks`), each of which is a separate process."""
 
     def __init__(self, options: Options, shard: Shard, talker: Talker) -> None:
-        """Find the others."""
+        """Connect to the other ranks."""
         self._rank, self._size, self._talker = options.rank, shard.size, talker
         talker.doing, talker.waits = "looking for the other ranks", True
         if options.device == "cuda":
             torch.cuda.set_device(options.rank)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks up this machine's name, which not all have
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # otherwise gloo looks up the machine's name, which may fail
         num_ranks = shard.size * shard.num_stages
         dist.init_process_group(
             "nccl" if options.device == "cuda" else "gloo",
@@ -113,23 +115,25 @@ class Processes:
             timeout=LONGEST_EXCHANGE,
         )
         stages = [list(range(first, first + shard.size)) for first in range(0, num_ranks, shard.size)]
-        groups = [dist.new_group(ranks, timeout=LONGEST_EXCHANGE) for ranks in stages]  # everybody makes all of them
+        groups = [
+            dist.new_group(ranks, timeout=LONGEST_EXCHANGE) for ranks in stages
+        ]  # every rank must make every group
         self._stage = groups[shard.stage]
         self._handed_on: tuple[Tensor, dist.Work | None] | None = None
         talker.waits = False
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """What each rank of this stage has given, in their order."""
+        """The tensors x of all ranks in this stage, in the order of the ranks."""
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self._size)]
         self._talker.waits = True
-        # As bytes, for not every backend knows all types; and nothing is computed on the way.
+        # Sent as bytes, because not every backend supports all dtypes, and nothing is computed on the way.
         dist.all_gather([part.view(torch.uint8) for part in parts], x.view(torch.uint8), group=self._stage)
         self._talker.waits = False
         return parts
 
     def hand_on(self, x: Tensor) -> None:
-        """Give x to the next stage, which may not have asked for it yet: the next step need not wait for that."""
+        """Start sending x to the next stage, without waiting until it receives it."""
         self._talker.waits = True
         if self._handed_on and (work := self._handed_on[1]):
             work.wait()
@@ -138,7 +142,7 @@ class Processes:
         self._handed_on = x, dist.isend(x, self._rank + self._size)
 
     def take(self, x: Tensor) -> None:
-        """Wait for what the stage before hands on."""
+        """Wait for the tensor from the previous stage and write it into x."""
         self._talker.waits = True
         dist.recv(x.view(torch.uint8), self._rank - self._size)
         self._talker.waits = False

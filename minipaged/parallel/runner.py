@@ -1,4 +1,4 @@
-"""The runner that an engine is given where its model runs in several processes."""
+"""The engine's runner for a model that runs in several processes."""
 
 from __future__ import annotations
 
@@ -21,26 +21,29 @@ from minipaged.steps import StepInput
 
 
 class ParallelRunner(Runner):
-    """Hands each step on to all workers, and what comes of it back.
+    """A runner that sends each step to all workers and receives the result from one of them.
 
-    Nothing is waited for before somebody looks at it: so the workers run a step while the engine commits and schedules.
+    It waits for a result only when the result is read. The workers can thus run a step while the engine commits and
+    schedules.
     """
 
     def __init__(self, workers: RankProcesses, config: EngineConfig) -> None:
-        """Let the workers reserve their caches; those of a runner before this one are given up. Raises MemoryError
-        where there is no room (then the workers have ended), and WorkerFailed."""
+        """Let the workers reserve KV caches, which replace those of an earlier runner.
+
+        Raises MemoryError if a worker has too little memory (the workers have then ended), and WorkerFailed.
+        """
         self._turn = workers.serves = object()
         self.workers = workers
         self._vocab_size = config.vocab_size
         self._rows = PerLane(Rows)
-        self._launched: dict[int, ParallelStepResult] = {}  # by step, those whose answers have not come yet
-        self._latest: dict[int, ParallelStepResult] = {}  # of each lane
+        self._launched: dict[int, ParallelStepResult] = {}  # by step number, results not received yet
+        self._latest: dict[int, ParallelStepResult] = {}  # by lane
         self._has_stages = config.pipeline_parallel_size > 1
-        self._untold: list[tuple[int, list[int]]] = []  # tokens that the other stages have not been told
+        self._untold: list[tuple[int, list[int]]] = []  # tokens by step, not yet sent to the other stages
         workers.num_served += 1
         workers.tell(Make(config, workers.num_served))
         while workers.result(patient=True) != Making(workers.num_served):
-            pass  # what has come of a former runner's steps
+            pass  # results of an earlier runner's steps
         self._costs = self._prepared(0)
         for rank in range(1, len(workers)):
             self._prepared(rank)
@@ -52,33 +55,37 @@ class ParallelRunner(Runner):
                 self.workers.close()
                 raise MemoryError(made.error)
             if isinstance(made, RankReady) and made.number == self.workers.num_served:
-                return made.costs  # and whatever else was there is left of a former runner
+                return made.costs  # any other answer belongs to an earlier runner
 
     def run(self, step: StepInput) -> StepResult:
-        """Raises WorkerFailed; then nothing runs any more. And InvalidRequest where another runner has taken over."""
+        """Send a step to the workers, and return a result that waits for them when it is read.
+
+        Raises WorkerFailed if a worker has failed; no step can run after that. Raises InvalidRequest if another runner
+        has taken over the workers.
+        """
         if self.workers.serves is not self._turn:
             raise InvalidRequest("another LLM was made of the same LoadedModel, and its workers serve that one now")
         rows = self._rows.of(step)
         rows.follow(step)
         if self._has_stages and not step.fresh and step.lane in self._latest:
-            self.fetch(self._latest[step.lane])  # where all requests were aborted nobody has, but stages have to know
+            self.fetch(self._latest[step.lane])  # unread if all requests were aborted, but the stages need its tokens
         outcome = self._launched[step.number] = self._latest[step.lane] = ParallelStepResult(self)
         untold, self._untold = self._untold, []
         self.workers.tell(RunStep(step, untold))
         logits = None
-        if not rows.num_steady and any(row.num_choices < 0 for row in rows):  # beam search looks at once
+        if not rows.num_steady and any(row.num_choices < 0 for row in rows):  # beam search reads logits immediately
             logits = outcome.logits(self._vocab_size)
         return StepResult(LateChoices(rows.num_choices, outcome), logits, LatePromptLogprobs(outcome))
 
     def costs(self) -> Costs:
-        """What the first rank has measured; they all swap and recompute at the same time."""
+        """The costs that the first rank has measured. All ranks swap and recompute at the same time."""
         return self._costs
 
     def on_failure(self, call: Callable[[Exception], None]) -> None:
         self.workers.on_failure(call)
 
     def fetch(self, outcome: ParallelStepResult) -> Ran:
-        """Wait for this one's answer. They come in the order of the steps; for some of them nobody asks any more."""
+        """Wait for a step's result. Results arrive in the order of the steps, including some that are never read."""
         while outcome.answer is None:
             answer = self.workers.result()
             assert isinstance(answer, Ran)
@@ -90,7 +97,7 @@ class ParallelRunner(Runner):
 
 
 class ParallelStepResult:
-    """What a step has come to, once the workers have told."""
+    """A step's result, which is fetched from the workers when it is first read."""
 
     def __init__(self, runner: ParallelRunner) -> None:
         self.answer: Ran | None = None
@@ -103,13 +110,13 @@ class ParallelStepResult:
         return {sequence: told.sampled() for sequence, told in self._runner.fetch(self).prompt_logprobs.items()}
 
     def logits(self, vocab_size: int) -> Tensor:
-        """[rows, vocab_size] float32."""
+        """The logits that the step returned: [rows, vocab_size] float32."""
         values: NDArray[np.float32] = np.frombuffer(bytearray(self._runner.fetch(self).logits), np.float32)
         return torch.from_numpy(values).view(-1, vocab_size)
 
 
 class LateChoices(Sequence[Sampled]):
-    """A step's choices, which are waited for when they are first looked at."""
+    """A step's choices, fetched when an element is first read."""
 
     def __init__(self, count: int, outcome: ParallelStepResult) -> None:
         self._count, self._outcome = count, outcome
@@ -128,7 +135,7 @@ class LateChoices(Sequence[Sampled]):
 
 
 class LatePromptLogprobs(Mapping[int, Sequence[Sampled]]):
-    """What a step tells of prompts, likewise."""
+    """A step's prompt log-probabilities by sequence, fetched when they are first read."""
 
     def __init__(self, outcome: ParallelStepResult) -> None:
         self._outcome = outcome

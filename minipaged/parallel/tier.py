@@ -1,4 +1,4 @@
-"""The fast tier in several processes: how a model is loaded and run there, as `tiers/fast.py` has it for one."""
+"""The fast tier in several processes: loads and runs a model there, as `tiers/fast.py` does in one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from minipaged.tiers import FastTier
 
 @dataclass(frozen=True, slots=True)
 class ParallelTier(FastTier):
-    """A model's parts, each with a worker. What it gives out as weights are the `RankProcesses`."""
+    """The fast tier with a worker for each part of the model. Its `load_weights` returns the `RankProcesses`."""
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -33,12 +33,12 @@ class ParallelTier(FastTier):
     def over(
         cls, tier: FastTier, tensor_parallel_size: int, pipeline_parallel_size: int, worker_timeout: float
     ) -> ParallelTier:
-        """`tier`, in so many processes."""
+        """Make a ParallelTier with the settings of `tier`. Raises InvalidRequest if there are too few GPUs."""
         num_ranks = tensor_parallel_size * pipeline_parallel_size
         if tier.device == "cuda" and num_ranks > (there := torch.cuda.device_count()):
             raise InvalidRequest(
                 f"tensor_parallel_size is {tensor_parallel_size} and pipeline_parallel_size is "
-                f"{pipeline_parallel_size}, which takes {num_ranks} GPUs, and there are {there}; take fewer, or "
+                f"{pipeline_parallel_size}, which needs {num_ranks} GPUs, but there are {there}; use smaller sizes, or "
                 "device='cpu'"
             )
         parts = {each.name: getattr(tier, each.name) for each in fields(FastTier)}
@@ -60,9 +60,9 @@ class ParallelTier(FastTier):
 
     def load_weights(self, folder: Path, config: ModelConfig) -> Any:
         sizes = (self.tensor_parallel_size, self.pipeline_parallel_size)
-        check_parallel_sizes(config, *sizes)  # before anything starts
+        check_parallel_sizes(config, *sizes)  # before any process starts
         with self.kernels_compiled():
-            pass  # or all workers would, at the same time
+            pass  # otherwise all workers would compile them at the same time
         num_ranks = math.prod(sizes)
         where = (str(folder), self.device, self.dtype)
         num_threads = max(1, torch.get_num_threads() // num_ranks)
@@ -93,24 +93,13 @@ class ParallelTier(FastTier):
         block_size: int,
         kv_cache_dtype: KVCacheDtype = "auto",
         tensor_parallel_size: int = 1,
+        *,
+        on_host: bool = False,
     ) -> int:
-        """Of all ranks, where they share a memory; of the one that has the most, where each has its own."""
-        each = self._each_rank(config, block_size, kv_cache_dtype)
-        return sum(each) if self.device == "cpu" else max(each)
-
-    def host_block_bytes(
-        self,
-        config: ModelConfig,
-        block_size: int,
-        kv_cache_dtype: KVCacheDtype = "auto",
-        tensor_parallel_size: int = 1,
-    ) -> int:
-        """Of all ranks: whatever their devices are, the host is one."""
-        return sum(self._each_rank(config, block_size, kv_cache_dtype))
-
-    def _each_rank(self, config: ModelConfig, block_size: int, kv_cache_dtype: KVCacheDtype) -> list[int]:
-        return [
+        """Bytes of a block: the sum over ranks that share memory, as on the host; else those of the largest rank."""
+        each = [
             FastTier.block_bytes(self, local_config(config, shard), block_size, kv_cache_dtype)
             for stage in shards_of(config, self.tensor_parallel_size, self.pipeline_parallel_size)
             for shard in stage
         ]
+        return sum(each) if on_host or self.device == "cpu" else max(each)

@@ -1,8 +1,8 @@
-"""A worker's process: it does what the driver says, in order, and can always say what it is doing.
+"""A worker's process: it carries out the driver's orders one by one, and can report its activity at any time.
 
-The driver starts it as `python -m minipaged.parallel.worker OPTIONS`, with one end of a socket. Two threads: one reads
-the driver's orders and hands them to the other, which carries them out. When the driver goes, in whatever way, the
-socket closes, and the reading thread ends the process at once. It is there before anything large is imported.
+The driver starts it as `python -m minipaged.parallel.worker OPTIONS`, with one end of a socket. One thread reads the
+driver's orders and passes them to the other thread, which carries them out. When the driver ends, for any reason, the
+socket closes, and the reading thread ends the process immediately. That thread starts before any large import.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from minipaged.parallel.options import Options
 
 
 class RankWorker:
-    """One connection to the driver."""
+    """The worker of one rank, with its connection to the driver."""
 
     def __init__(self, connection: socket.socket, results: socket.socket, rendezvous: Path) -> None:
-        """`results`: another connection, for what has come of steps. `rendezvous`: the file by which the ranks find
-        each other."""
+        """Make a worker that has loaded nothing yet. `results`: a second connection, for the results of steps.
+        `rendezvous`: the file through which the ranks find each other."""
         self._rendezvous = rendezvous
         self.doing = "starting"
-        """In a few words, for whoever asks."""
+        """The current activity in a few words, for the driver."""
         self.waits = False
-        """It is another rank that is late, if one is."""
+        """Whether the rank is waiting for another one."""
         self._connection, self._results = connection, results
         self._may_write = threading.Lock()
         self._orders: SimpleQueue[Make | RunStep] = SimpleQueue()
 
     def read_orders(self) -> None:
-        """Until the driver goes; then all ends."""
+        """Read orders until the driver closes the connection, then end the process."""
         try:
             told = orders(self._connection)
             while order := told.read():
@@ -64,12 +64,12 @@ class RankWorker:
                 else:
                     self._orders.put(order)
         finally:
-            with suppress(OSError):  # a driver that was killed leaves it behind, if it has a name
+            with suppress(OSError):  # a driver that was killed leaves the file behind if it has a name
                 self._rendezvous.unlink()
             os._exit(0)
 
     def serve(self, options: Options) -> None:
-        """Load a rank's part of the model, and run the steps that come."""
+        """Load a rank's part of the model, then carry out orders forever."""
         try:
             from minipaged.parallel.rank import Rank
 
@@ -77,7 +77,7 @@ class RankWorker:
                 rank = Rank(options, self)
             except ModelError as error:
                 self._tell(RankRefused(str(error)))
-                threading.Event().wait()  # the driver ends all of us
+                threading.Event().wait()  # until the driver ends all workers
             self._tell(RankLoaded(rank.free_device_bytes()))
             while True:
                 self.doing, self.waits = "waiting for a step", True
@@ -100,25 +100,29 @@ class RankWorker:
             traceback.print_exc()
             sys.stderr.flush()
             self._tell(RankFailed(f"{type(error).__name__}: {error}"))
-            threading.Event().wait()  # the driver ends all of us
+            threading.Event().wait()  # until the driver ends all workers
 
     def _tell(self, answer: Answer) -> None:
         try:
             with self._may_write:
                 self._connection.sendall(encode(answer))
         except OSError:
-            os._exit(0)  # the driver has gone
+            os._exit(0)  # the driver has ended
 
     def _tell_result(self, result: Result) -> None:
         try:
             self._results.sendall(encode(result))
         except OSError:
-            os._exit(0)  # the driver has gone
+            os._exit(0)  # the driver has ended
 
 
 def main() -> None:
     options = msgspec.json.decode(sys.argv[1], type=Options)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # those are for the driver, though all may get them
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+    ):  # meant for the driver, but all processes may get them
         signal.signal(number, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     connection, results = socket.socket(fileno=options.socket), socket.socket(fileno=options.results)

@@ -1,13 +1,13 @@
-"""The driver's hold on its workers: it starts them, hears of whatever ends one, and leaves none behind.
+"""The driver's side of the workers: it starts them, detects every end of one, and leaves none behind.
 
-Each worker has one end of a socket pair. A worker that dies closes its end, whatever it died of, and the thread that
-reads from it hears of it at once; a driver that dies closes its own, and the workers go by themselves. What the workers
-print goes into a file each, of which the last lines are told when one fails. Files have no names (where the system can
-do that): so nothing is left of them, whoever is killed.
+Each worker has one end of a socket pair. A worker that dies for any reason closes its end, which the driver's reading
+thread notices immediately. A driver that dies closes its own end, and the workers then end themselves. Each worker
+prints into its own file, and the error message of a failure contains the last lines. The files have no names (if the
+system supports that), so that nothing is left of them, even if processes are killed.
 
-What has come of steps has a socket pair for itself, at whose other end are all workers. It is read by whoever wants to
-know: so in a step that goes well no thread waits for another, and those that listen sleep. Where a worker fails, the
-reader is woken by closing it.
+The results of steps have a separate socket pair, whose other end all workers share. The thread that needs a result
+reads from it directly. In a step without failures no thread therefore waits for another, and the listening threads
+sleep. If a worker fails, the socket is closed, which wakes the reader.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ from minipaged.parallel.messages import (
 from minipaged.parallel.options import Options
 
 LOG_LINES = 20
-"""Of what a worker has printed, told when it fails."""
+"""The number of lines, from the end of a failed worker's output, that the error message shows."""
 TO_START_S = 30.0
-"""Python itself has started within this time, also on a busy machine."""
+"""Seconds within which Python starts, even on a busy machine."""
 TO_ANSWER_S = 1.0
-"""A worker says what it is doing within this time, whatever that is."""
+"""Seconds within which a worker reports its activity."""
 TO_DIE_S = 0.3
-"""Where a worker fails because another one has died, that one's end is heard of within this time."""
+"""Seconds to wait for the end of another worker, which may have caused a worker's failure."""
 TO_END_S = 5.0
-"""A worker whose driver has gone ends within this time, or is killed."""
+"""Seconds within which a worker must end after the driver has closed the connection; then it is killed."""
 
 
 @dataclass(eq=False)
@@ -80,7 +80,7 @@ class Process:
 
     def last_lines(self) -> str:
         lines: list[str] = []
-        with suppress(OSError, ValueError):  # they are being closed
+        with suppress(OSError, ValueError):  # the file may be closed already
             size = os.fstat(self.log.fileno()).st_size
             lines = os.pread(self.log.fileno(), size, 0).decode(errors="replace").splitlines()[-LOG_LINES:]
         return "".join(f"\n  | {line}" for line in lines) or " (none)"
@@ -88,36 +88,38 @@ class Process:
 
 @dataclass(eq=False)
 class Heard:
-    """What the workers have said and nobody has asked for yet."""
+    """The state that the driver shares with its listening threads: unread answers, and a failure if there is one."""
 
     answers: list[deque[Answer]]
-    """Of each rank."""
+    """The unread answers of each rank."""
     results: socket.socket
-    """From which whoever waits for a step's result reads it himself."""
+    """The driver's end of the connection for results. The thread that waits for a step's result reads from it."""
     doing: dict[int, Doing] = field(default_factory=dict)
-    """By rank, what they have said that they do, since they were last asked."""
+    """The activities, by rank, that have been reported since the last `Where`."""
     failure: str | None = None
-    """What has ended them. (An exception would keep all that it has passed through.)"""
+    """The message of the failure that has ended the workers. (An exception would keep its whole traceback alive.)"""
     ending: bool = False
-    """They were told to go."""
+    """Whether the driver is ending the workers."""
     on_failure: Callable[[WorkerFailed], None] | None = None
     changed: threading.Condition = field(default_factory=threading.Condition)
     driver: int = field(default_factory=os.getpid)
+    """The driver's process id."""
     listeners: list[threading.Thread] = field(default_factory=list)
-    """One for each worker, which may stop in the middle of what it tells."""
+    """The reading threads, one per worker, because a worker may stop in the middle of a message."""
 
 
 class RankProcesses:
-    """A model's ranks, a process each. `close` ends them; so do the garbage collector and the interpreter's end."""
+    """A model's ranks, each a process. `close`, the garbage collector or the interpreter's exit ends them."""
 
     def __init__(self, options: Sequence[Options], timeout: float) -> None:
-        """Start a worker with each of these. `timeout`: how many seconds a step may take, before they are given up."""
+        """Start a worker for each of the options. `timeout`: seconds that a step may take before the workers fail."""
         self.timeout = timeout
         self.num_served = 0
+        """The number of runners that have used the workers."""
         self.serves: object = None
-        """Whose steps they run. They have one KV cache, so it is one at a time."""
+        """A token of the runner that uses the workers now. There is only one, because workers have one KV cache."""
         self.free_device_bytes: float = float("inf")
-        """Of the GPU that has the least, after loading the weights."""
+        """Bytes of free memory on the fullest GPU after loading the weights."""
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(timeout))
         self._results = results(ours)
@@ -143,38 +145,40 @@ class RankProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """Their processes, by rank."""
+        """The process ids by rank."""
         return [process.popen.pid for process in self._processes]
 
     def on_failure(self, call: Callable[[WorkerFailed], None]) -> None:
-        """Call this when one of them fails, or has, on any thread; also if nobody waits for an answer just then."""
+        """Call `call` once a worker fails, or now if one has failed. The call may come from any thread."""
         with self._heard.changed:
             self._heard.on_failure = call
         if self._heard.failure:
             call(WorkerFailed(self._heard.failure))
 
     def tell(self, message: Message) -> None:
-        """The same bytes to each of them. Raises WorkerFailed if one has failed."""
+        """Send a message to all workers. Raises WorkerFailed if one has failed."""
         data, heard = encode(message), self._heard
         if heard.failure:
             raise WorkerFailed(heard.failure)
         for process in self._processes:
             try:
                 process.connection.sendall(data)
-            except OSError:  # it has gone, which is heard in a moment; or it hangs, and there is no more room
+            except OSError:  # it has ended, which its listener is about to note; or it hangs, and the buffer is full
                 with heard.changed:
                     heard.changed.wait_for(lambda: heard.failure, TO_ANSWER_S)
                 if not heard.failure:
                     _fail(self._processes, heard, process, "hangs: it takes no more messages")
-            except BaseException:  # Ctrl-C: some have been told and others not, and would wait for each other
-                _fail(self._processes, heard, process, "was interrupted while it was told what to do")
+            except BaseException:  # Ctrl-C: only some have the message, and they would wait for the others
+                _fail(self._processes, heard, process, "was interrupted while it was sent a message")
                 raise
         if heard.failure:
             raise WorkerFailed(heard.failure)
 
     def answer(self, rank: int, *, patient: bool = False) -> Answer:
-        """The next answer of this rank. Raises WorkerFailed if any of them fails, or if it takes longer than the
-        timeout. `patient`: it may take as long as it takes, as long as all of them say what they are doing."""
+        """The next answer of a rank. Raises WorkerFailed if any worker fails or the timeout passes.
+
+        `patient`: wait beyond the timeout for as long as all workers report their activity.
+        """
         heard, seconds = self._heard, max(self.timeout, TO_START_S) if patient else self.timeout
         while True:
             with heard.changed:
@@ -186,7 +190,7 @@ class RankProcesses:
             self._look_after_them(patient)
 
     def result(self, *, patient: bool = False) -> Result:
-        """What is told next of steps. Raises WorkerFailed as `answer` does."""
+        """The next result of a step. Raises WorkerFailed like `answer`."""
         heard = self._heard
         while not heard.failure:
             try:
@@ -194,21 +198,24 @@ class RankProcesses:
                     return told
             except BlockingIOError:
                 self._look_after_them(patient)
-            else:  # all have gone, which each one's listener is about to tell
+            else:  # all workers have ended, which their listeners are about to note
                 with heard.changed:
                     heard.changed.wait_for(lambda: heard.failure, TO_ANSWER_S)
         raise WorkerFailed(heard.failure)
 
     def close(self) -> None:
-        """End them all, and wait until they have."""
+        """End all workers, and wait until they have ended."""
         self._end()
 
     def _look_after_them(self, patient: bool) -> None:
-        """After a long silence: who is stuck? Fails unless all of them work, and we are patient."""
+        """After a timeout, find the worker that is stuck and fail with its name.
+
+        Returns only if `patient` is set and all workers report their activity.
+        """
         heard = self._heard
         heard.doing = {}
         self.tell(Where())
-        seconds = TO_START_S if patient else TO_ANSWER_S  # what is imported or compiled may keep all threads waiting
+        seconds = TO_START_S if patient else TO_ANSWER_S  # an import or a compilation may block all threads
         with heard.changed:
             heard.changed.wait_for(lambda: len(heard.doing) == len(self._processes) or heard.failure, seconds)
         silent = [process for process in self._processes if process.rank not in heard.doing]
@@ -216,23 +223,23 @@ class RankProcesses:
             return
         late = [process for process in self._processes if process not in silent and not heard.doing[process.rank].waits]
         stuck = (silent or late or self._processes)[0]
-        stuck.popen.send_signal(signal.SIGUSR1)  # it writes down where it is
+        stuck.popen.send_signal(signal.SIGUSR1)  # it prints its stack traces
         time.sleep(TO_DIE_S)
         what = "it does not answer at all" if silent else heard.doing[stuck.rank].what
         _fail(self._processes, heard, stuck, f"hangs: {what} (worker_timeout is {self.timeout:g} s)")
 
 
 def rendezvous_file() -> IO[bytes]:
-    """By which the ranks find each other."""
+    """Open the file through which the ranks find each other. It has no name if the system supports that."""
     if Path("/proc/self/fd").is_dir():
-        return tempfile.TemporaryFile()  # open as long as the workers
+        return tempfile.TemporaryFile()  # stays open until the workers have ended
     return tempfile.NamedTemporaryFile(prefix="minipaged-workers-")
 
 
 def _start(options: Options, rendezvous: IO[bytes], results: socket.socket, timeout: float) -> Process:
     ours, theirs = socket.socketpair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout))
-    log = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the worker
+    log = tempfile.TemporaryFile()  # noqa: SIM115  # stays open until the worker has ended
     ends = {"socket": theirs.fileno(), "results": results.fileno()}
     passed, where = list(ends.values()), rendezvous.name
     if isinstance(where, int):  # it has no name
@@ -245,12 +252,12 @@ def _start(options: Options, rendezvous: IO[bytes], results: socket.socket, time
 
 
 def _timeval(seconds: float) -> bytes:
-    """As socket options have it; rounded up, for 0 would be for ever."""
+    """The time as a socket option. It is rounded up, because 0 would mean no timeout."""
     return struct.pack("ll", *divmod(math.ceil(seconds * 1e6), 1_000_000))
 
 
 def _listen(process: Process, processes: list[Process], heard: Heard) -> None:
-    """Take in what one worker tells, until it has gone."""
+    """Read one worker's answers until it closes the connection."""
     told = answers(process.connection)
     while answer := told.read():
         if isinstance(answer, RankFailed):
@@ -259,7 +266,9 @@ def _listen(process: Process, processes: list[Process], heard: Heard) -> None:
         with heard.changed:
             if isinstance(answer, Doing):
                 heard.doing[process.rank] = answer
-            elif isinstance(answer, NoRoom | RankRefused):  # it is everybody's, for the others wait for this one
+            elif isinstance(
+                answer, NoRoom | RankRefused
+            ):  # it answers for all ranks, because the others wait for this one
                 for those in heard.answers:
                     those.append(answer)
             else:
@@ -270,7 +279,10 @@ def _listen(process: Process, processes: list[Process], heard: Heard) -> None:
 
 
 def _fail(processes: list[Process], heard: Heard, process: Process, what: str = "") -> None:
-    """Say which worker has failed, and why; and end them all, for without one the others are of no use."""
+    """Record which worker has failed and why, and end all workers, because the others are useless without it.
+
+    `what`: the reason. Empty: the worker has ended, and its exit status gives the reason.
+    """
     ended = _wait_for_end(processes if what else [process])
     if ended or not what:
         process = ended or process
@@ -295,13 +307,13 @@ def _fail(processes: list[Process], heard: Heard, process: Process, what: str = 
 
 
 def _wake(results: socket.socket) -> None:
-    """Have whoever reads from it see that it is over."""
+    """Wake the thread that reads results, by shutting the socket down."""
     with suppress(OSError):  # it is closed already
         results.shutdown(socket.SHUT_RDWR)
 
 
 def _wait_for_end(processes: list[Process]) -> Process | None:
-    """The first of these to have ended. (One that fails may do so because another has died.)"""
+    """The first process that ends within TO_DIE_S, or None. (A worker may fail because another one has died.)"""
     deadline = time.monotonic() + TO_DIE_S
     while time.monotonic() < deadline:
         for process in processes:
@@ -312,8 +324,8 @@ def _wait_for_end(processes: list[Process]) -> Process | None:
 
 
 def _end(processes: list[Process], heard: Heard, rendezvous: IO[bytes]) -> None:
-    """Let the workers go, and see that they do."""
-    if os.getpid() != heard.driver:  # a process that was forked from it
+    """Close the connections to the workers, which ends them; kill those that are still alive after TO_END_S."""
+    if os.getpid() != heard.driver:  # this process was forked from the driver
         return
     with heard.changed:
         heard.ending = True
@@ -321,7 +333,7 @@ def _end(processes: list[Process], heard: Heard, rendezvous: IO[bytes]) -> None:
         heard.changed.notify_all()
         _wake(heard.results)
     for process in processes:
-        with suppress(OSError):  # it has gone by itself
+        with suppress(OSError):  # it has already ended
             process.connection.shutdown(socket.SHUT_RDWR)
     deadline = time.monotonic() + TO_END_S
     for process in processes:
@@ -331,7 +343,7 @@ def _end(processes: list[Process], heard: Heard, rendezvous: IO[bytes]) -> None:
             process.popen.kill()
             process.popen.wait()
     for listener in heard.listeners:
-        if listener is not threading.current_thread():  # the garbage collector may have run in any
+        if listener is not threading.current_thread():  # the garbage collector may run in any thread
             listener.join(TO_END_S)
     for process in processes:
         process.connection.close()

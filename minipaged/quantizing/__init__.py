@@ -1,1 +1,1 @@
-"""A checkpoint is quantized here, and the model's perplexity before and after is measured."""
+"""Quantizes a checkpoint, and measures the model's perplexity before and after."""

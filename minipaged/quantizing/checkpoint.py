@@ -1,7 +1,7 @@
-"""`minipaged quantize`: a model in, the same model with matrices of a few bits out, in a folder that others read too.
+"""The command `minipaged quantize`: it writes a model with its matrices in a few bits, in a format that others read.
 
-What is computed is the reference tier's, `reference/quantize/`, to be read there; here is what stands around it: what
-can be quantized, the text, the progress, and the folder, which is there completely or not at all.
+The computation is in the reference tier, `reference/quantize/`, where it can be read. This module does all else: it
+checks what can be quantized, takes the text, shows progress, and writes the folder, completely or not at all.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from minipaged.models.quantized.writing import Layout, check_shapes, matrices, w
 from minipaged.quantizing.texts import text_of, tokens_of, windows_of
 
 Progress = Callable[[int, int], None]
-"""Told how many layers are done, and of how many."""
+"""A function that is called with the number of layers done, and the number of all layers."""
 
 WINDOW = 512
-"""Tokens of a piece of the calibration text."""
+"""Tokens per window of the calibration text."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedCheckpoint:
-    """What came of it."""
+    """The result of quantizing a checkpoint."""
 
     matrices: int
-    """That were quantized."""
+    """The number of quantized matrices."""
     num_bytes: int
-    """Of the model's weights now, all of them."""
+    """Size of all weights of the model now."""
     num_bytes_before: int
     calibration_tokens: int
-    """That were used; 0 with round-to-nearest."""
+    """Tokens that were used for calibration; 0 with round-to-nearest."""
 
 
 def quantize(
@@ -54,17 +54,17 @@ def quantize(
     calibration_tokens: int = 16384,
     show_progress: bool = False,
 ) -> QuantizedCheckpoint:
-    """Write `model` into `folder`, which must not be there yet, with all matrices of its layers quantized.
+    """Write `model` into `folder`, which must not exist yet, with all matrices of its layers quantized.
 
-    Embedding, head and norms stay as they are (AWQ divides norms). `calibration`: a text in a file, else the default of
-    `texts.py`; about `calibration_tokens` of it are used, all at once: each takes some 10 KB for each 1,000 that the
-    model's MLP is wide. All weights are held in float32 meanwhile.
+    Embedding, head and norms stay as they are (AWQ divides norms). `calibration`: a text file, or None for the default
+    of `texts.py`. About `calibration_tokens` of it are used, all together; each takes about 10 KB of memory per 1,000
+    columns of the model's MLP. All weights are held in float32 meanwhile.
 
-    Raises InvalidRequest for a recipe that does not fit the model, a text that cannot be read or a folder that is there
-    or cannot be written, and ModelError for a model that cannot be had, read, or quantized.
+    Raises InvalidRequest for a recipe that does not fit the model, a text that cannot be read or a folder that exists
+    or cannot be written, and ModelError for a model that cannot be found, read, or quantized.
     """
     if folder.exists():
-        raise InvalidRequest(f"{folder} is there already; name a folder that is not")
+        raise InvalidRequest(f"{folder} exists already; name a folder that does not")
     if calibration_tokens < 2:
         raise InvalidRequest(f"calibration_tokens is {calibration_tokens}; give 2 or more")
     source = hub.resolve(model)
@@ -81,7 +81,7 @@ def quantize(
         weights = load_weights(source, config, np.float32)
         for name in matrices(config):
             if not np.isfinite(weights[name]).all():
-                raise ModelError(f"{model}: tensor '{name}' holds numbers that are infinite or none at all")
+                raise ModelError(f"{model}: tensor '{name}' holds infinity or NaN")
         with _progress_bar(show_progress) as progress:
             for done, made in enumerate(tiers.reference_quantizer()(config, weights, recipe, windows)):
                 changed |= made
@@ -97,11 +97,12 @@ def _weight_bytes(folder: Path) -> int:
 
 @contextmanager
 def _complete_or_not_at_all(folder: Path) -> Iterator[Path]:
-    """Where to write what is to become `folder`, beside it. If that fails nothing stays but the folders it lies in."""
+    """Yield a temporary folder beside `folder`, and rename it to that at the end. After an error, only the folders
+    above it stay."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as beside:
-            partial = Path(beside, folder.name)  # with the rights of any new folder, which `beside` has not
+            partial = Path(beside, folder.name)  # it gets the permissions of a usual new folder, unlike `beside`
             partial.mkdir()
             yield partial
             os.rename(partial, folder)
@@ -111,7 +112,7 @@ def _complete_or_not_at_all(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def _progress_bar(show: bool) -> Iterator[Progress]:
-    """Shows on stderr how many layers are done."""
+    """Show on stderr how many layers are done."""
     if not show:
         yield lambda done, total: None
         return

@@ -1,9 +1,9 @@
-"""How well a model knows a text: its perplexity, the measure by which quantized models are compared.
+"""Perplexity: how well a model predicts a text. Quantized models are compared by it.
 
     perplexity = exp(mean over tokens of -log p(token | the tokens before it))
 
-A model that chose among so many tokens at random would do as well: 12 is better than 16, and 1 is to know it all. The
-text is cut into windows, and each token sees those before it in its own window; the first of a window is not counted.
+A perplexity of 12 is that of a random choice among 12 tokens; lower is better, and 1 is perfect. The text is cut into
+windows. Each token is predicted from those before it in its window; the first token of a window is not counted.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from minipaged.llm import LLM
 from minipaged.params import SamplingParams
 
 WINDOW = 2048
-"""As in what is published of quantized models."""
+"""Tokens per window, as in published results of quantized models."""
 
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """Of a model on a text."""
+    """The perplexity of a model on a text."""
 
     value: float
     num_tokens: int
-    """That were told, given those before them."""
+    """The number of tokens that were predicted."""
 
 
 def perplexity(llm: LLM, token_ids: list[int], window: int | None = None) -> Perplexity:
-    """Of `token_ids`, two at least, in windows of so many; the last one may be shorter. None: 2048, or what there is
-    room for.
+    """Measure a model's perplexity on `token_ids`, in windows of `window` tokens; the last one may be shorter. None:
+    2048 tokens, or fewer if `max_model_len` is smaller.
 
-    Raises InvalidRequest for a window that is longer than what the LLM can take, or too short to tell of anything.
+    Raises InvalidRequest for fewer than 2 tokens, and for windows of fewer than 2 or of more than the model can run.
     """
     if len(token_ids) < 2:
         raise InvalidRequest(f"a perplexity needs two tokens at least; there are {len(token_ids)}")
@@ -49,6 +49,6 @@ def perplexity(llm: LLM, token_ids: list[int], window: int | None = None) -> Per
         if output.error:
             raise ModelError(f"the text could not be run: {output.error}")
         for token, logprobs in zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True):
-            if logprobs is not None:  # of the first there are none
+            if logprobs is not None:  # the first token has none
                 lost, told = lost - logprobs[token], told + 1
     return Perplexity(math.exp(lost / told), told)

@@ -1,9 +1,9 @@
-"""Texts to calibrate with and to measure on: a file, or what every Python brings.
+"""Texts for calibration and for measuring: a file, or a text that comes with Python.
 
-The default is the documentation of Python's language in `pydoc_data.topics`, about 110,000 tokens: its first half is to
-measure on. What to calibrate with is the second, without any paragraph that is in the first as well (topics repeat each
-other): no model is measured on what it was made with. The text differs between versions of Python, so figures can be
-compared only where that is the same.
+The default is the documentation of the Python language in `pydoc_data.topics`, about 110,000 tokens. Its first half is
+for measuring. Its second half is for calibration, without paragraphs that are in the first half too (topics repeat each
+other), so that no model is measured on the text it was calibrated with. The text differs between versions of Python, so
+only figures from the same version can be compared.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from minipaged.models.tokenizer import Tokenizer
 
 
 def text_of(path: Path | None, *, for_calibration: bool) -> str:
-    """The text in a file, or half of the default. Raises InvalidRequest for a file that cannot be read."""
+    """The text in a file, or half of the default text. Raises InvalidRequest for a file that cannot be read."""
     if path is None:
         return default_text(for_calibration=for_calibration)
     try:
@@ -27,7 +27,7 @@ def text_of(path: Path | None, *, for_calibration: bool) -> str:
 
 
 def default_text(*, for_calibration: bool) -> str:
-    """Half of Python's documentation, topic after topic."""
+    """One half of Python's documentation, topic after topic: the second for calibration, the first for measuring."""
     paragraphs = "\n\n".join(topics[name] for name in sorted(topics)).split("\n\n")
     middle = len(paragraphs) // 2
     if not for_calibration:
@@ -37,7 +37,7 @@ def default_text(*, for_calibration: bool) -> str:
 
 
 def tokens_of(text: str, folder: Path) -> list[int]:
-    """The tokens of a text, for the model in `folder`. Raises InvalidRequest if there are fewer than two."""
+    """The tokens of a text, by the tokenizer in `folder`. Raises InvalidRequest if there are fewer than two."""
     ids = Tokenizer(folder).encode(text)
     if len(ids) < 2:
         raise InvalidRequest(f"the text has {len(ids)} tokens; give one of at least two")
@@ -45,9 +45,9 @@ def tokens_of(text: str, folder: Path) -> list[int]:
 
 
 def windows_of(ids: list[int], length: int, num_tokens: int) -> list[list[int]]:
-    """Pieces of `length` tokens, about `num_tokens` in all, spread evenly over the text; one, if it is shorter."""
+    """Windows of `length` tokens, about `num_tokens` in all, spread evenly; a text that is shorter is one window."""
     if len(ids) <= length:
         return [ids]
     number = min(max(num_tokens // length, 1), len(ids) // length)
-    gap = (len(ids) - length) / max(number - 1, 1)  # tokens from one's beginning to the next one's
+    gap = (len(ids) - length) / max(number - 1, 1)  # tokens from the start of one window to that of the next
     return [ids[(first := round(i * gap)) : first + length] for i in range(number)]

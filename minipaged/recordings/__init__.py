@@ -1,1 +1,1 @@
-"""The steps of a run in a file, and their replay."""
+"""Files that record the steps of a run, and the replay of such files."""

@@ -1,9 +1,9 @@
-"""Running recorded steps again, on another tier or machine: the invariant replay-equals-run.
+"""Runs recorded steps again, on another tier or machine: the invariant replay-equals-run.
 
-The steps are those of the recording, and so is every token that goes on: where this runner chooses another one, it is
-told the recorded one at the next step. So a difference is seen once, and everything after it is compared as well. A
-difference may be a tie, where rounding decides; whether it was one is computed in float64, by the reference
-(`ties.py`). What the host chose (beam search) is carried out as it was recorded, and is not compared.
+A replay runs the recorded steps and goes on with the recorded tokens: if this runner chooses another token, the next
+step replaces it with the recorded one. So each difference is seen once, and all choices after it are compared as well.
+A difference may be a tie, which rounding decides; the reference computes in float64 whether it was one (`ties.py`).
+Tokens that the host chose (beam search) are taken from the recording, and are not compared.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import numpy as np
 
 from minipaged.contracts import BatchRow, Runner, Sampled, SamplingInput
 from minipaged.errors import BadRecording, InvalidRequest
-from minipaged.llm import LoadedModel
 from minipaged.mirror import Mirror, PerLane
 from minipaged.params import EngineConfig
 from minipaged.recordings.step_files import Header, RecordedStep
 from minipaged.recordings.ties import ROUNDING, Logits, why_no_tie
+from minipaged.setup.loaded_model import LoadedModel
 from minipaged.steps import ChosenToken, Row, StepInput
 
 Exact = Callable[[tuple[int, ...]], Logits]
-"""The logits [vocab] after some tokens, in float64."""
+"""A function that returns the logits [vocab] after some tokens, in float64."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A choice that is not as it was recorded."""
+    """A choice that differs from the recorded one."""
 
     step: int
     sequence: int
@@ -38,9 +38,9 @@ class Difference:
     recorded: int
     chosen: int
     margin: float
-    """By how much this runner's logits of the two tokens differ."""
+    """Distance between this runner's logits of the two tokens."""
     objection: str | None
-    """Why rounding cannot explain it; None: it was a tie."""
+    """The reason why rounding cannot explain the difference; None if it was a tie."""
 
     def __str__(self) -> str:
         where = f"step {self.step}, sequence {self.sequence}, position {self.position}"
@@ -51,7 +51,7 @@ class Difference:
 
 
 class _Choice(NamedTuple):
-    """A token to choose: for which sequence, and the how manieth of those for it."""
+    """A token to choose: the row of its sequence, and its number among that row's choices."""
 
     row: Row
     number: int
@@ -60,10 +60,10 @@ class _Choice(NamedTuple):
 
 @dataclass
 class Replay:
-    """Recorded steps on a runner. Iterate over it to run it; it gives the differences as they come.
+    """Runs recorded steps on a runner. Iterate over it to run the steps; it yields the differences as it finds them.
 
-    `dtype`: the coarser one of those that were computed in. Raises BadRecording for steps that do not follow one
-    another.
+    `dtype`: the coarser one of the recording's and the runner's. Raises BadRecording for a step that does not follow
+    from the one before.
     """
 
     steps: Iterable[RecordedStep]
@@ -74,13 +74,13 @@ class Replay:
     num_choices: int = 0
     num_ties: int = 0
     num_failures: int = 0
-    """Differences that are no ties."""
+    """Differences that are not ties."""
     largest_error: float = 0.0
-    """Between the logprobs of tokens that are the same."""
-    _mirrors: PerLane[Mirror] = field(default_factory=lambda: PerLane(Mirror))  # know the recorded tokens
-    _mirror: Mirror = field(default_factory=Mirror)  # that of the latest step's lane
+    """Largest difference between the two logprobs of a token that both runs chose."""
+    _mirrors: PerLane[Mirror] = field(default_factory=lambda: PerLane(Mirror))  # they hold the recorded tokens
+    _mirror: Mirror = field(default_factory=Mirror)  # the mirror of the latest step's lane
     _corrections: dict[int, list[tuple[_Choice, int]]] = field(default_factory=dict)
-    # Of the step before in each lane: what was recorded.
+    # By lane: choices of its step before that differ, with the recorded tokens.
 
     def __iter__(self) -> Iterator[Difference]:
         for recorded in self.steps:
@@ -101,7 +101,7 @@ class Replay:
             result = self.runner.run(step)
             chosen = list(result.choices)
         except Exception:
-            if recorded.choices is None:  # it failed then as well, or nobody looked
+            if recorded.choices is None:  # the recorded step failed as well, or its choices were never read
                 return
             raise
         if recorded.choices is None:
@@ -110,7 +110,7 @@ class Replay:
         choices = list(self._choices())
         if len(recorded.choices) != len(choices):
             found = len(recorded.choices)
-            raise BadRecording(f"step {step.number} chooses {len(choices)} tokens, and {found} are recorded")
+            raise BadRecording(f"step {step.number} chooses {len(choices)} tokens, but {found} are recorded")
         for choice, one, (token, logprob) in zip(choices, chosen, recorded.choices, strict=True):
             self.num_choices += 1
             if one.token_id != token:
@@ -134,11 +134,11 @@ class Replay:
             self.largest_error = max(self.largest_error, error)
             if error <= ROUNDING[self.dtype]:
                 return None
-            # Each of two computations may be off by so much of the largest logit, in a logit and in the sum of all.
+            # Both computations may be off by this share of the largest logit, in the token's logit and in the sum.
             allowed = 4 * ROUNDING[self.dtype] * float(np.abs(_on_host(logits[wanted.row])).max())
             if error <= allowed:
                 return None
-            off = f"its logprob is {one.logprob:.4f} and was {logprob:.4f}: rounding explains {allowed:.3g}"
+            off = f"its logprob is {one.logprob:.4f} and was {logprob:.4f}: rounding explains only {allowed:.3g}"
             return Difference(*place, 0.0, off)
         computed = _on_host(logits[wanted.row])
         known = (*wanted.prompt_token_ids, *wanted.output_token_ids)
@@ -146,7 +146,7 @@ class Replay:
         return Difference(*place, abs(float(computed[token] - computed[one.token_id])), objection)
 
     def _corrected(self, step: StepInput) -> StepInput:
-        """The step, and what the recorded tokens are where this runner has chosen others."""
+        """The step, with the recorded tokens added for choices in which this runner differed."""
         forks = {(forked.parent, forked.choice): forked.sequence for forked in step.forked}
         told: list[ChosenToken] = []
         for choice, token in self._corrections.pop(step.lane, ()):
@@ -157,26 +157,26 @@ class Replay:
 
 
 def _on_host(logits: Any) -> Logits:
-    """A row of logits, of any tier, as a NumPy array [vocab] in float64."""
+    """Return a row of logits, of any tier, as a NumPy array [vocab] in float64."""
     on_host = logits.double().cpu() if hasattr(logits, "cpu") else logits
     return np.asarray(on_host, dtype=np.float64)
 
 
 def open_replay(header: Header, steps: Iterable[RecordedStep], loaded: LoadedModel) -> Replay:
-    """The replay of a recording on a model. Raises BadRecording for the steps of another model."""
+    """Make the replay of a recording on a model. Raises BadRecording if another model was recorded."""
     if loaded.config != header.model_config:
         names = [name for name in header.model_config.__slots__ if _differ(name, loaded.config, header.model_config)]
         raise BadRecording(
-            f"the steps were recorded with another model, {header.model}: its {', '.join(names)} is not this one's; "
-            "give the right one with --model"
+            f"the steps were recorded with another model, {header.model}, which differs in {', '.join(names)}; "
+            "give that model with --model"
         )
     try:
         runner = loaded.tier.make_runner(loaded.config, loaded.weights, header.engine_config)
     except MemoryError:
         sizes = header.engine_config
         raise InvalidRequest(
-            f"the recording needs a cache of {sizes.num_blocks} blocks, and {sizes.num_swap_blocks} for swapping: more "
-            "memory than there is here"
+            f"the recording needs a cache of {sizes.num_blocks} blocks, and {sizes.num_swap_blocks} for swapping, "
+            "which is more memory than there is here"
         ) from None
     dtype = max(header.dtype, loaded.tier.dtype, key=ROUNDING.__getitem__)
     if header.dtype != loaded.tier.dtype:
@@ -185,11 +185,11 @@ def open_replay(header: Header, steps: Iterable[RecordedStep], loaded: LoadedMod
 
 
 def _without_blocks(steps: Iterable[RecordedStep], theirs: str, mine: str) -> Iterator[RecordedStep]:
-    """The steps, as long as none brings blocks that another engine computed. Raises BadRecording."""
+    """Yield the steps. Raises BadRecording at a step that loads blocks, because they are in another dtype."""
     for recorded in steps:
         if recorded.step.moves.load:
             raise BadRecording(
-                f"step {recorded.step.number} loads blocks in {theirs}, and this model computes in {mine}; replay it "
+                f"step {recorded.step.number} loads blocks in {theirs}, but this model computes in {mine}; replay it "
                 f"with --dtype {theirs}"
             )
         yield recorded
@@ -200,7 +200,7 @@ def _differ(name: str, one: object, other: object) -> bool:
 
 
 def exact_logits(model: LoadedModel) -> Exact:
-    """The model's logits in float64, by the reference. It is loaded for that when they are first asked for."""
+    """Return a function for the model's float64 logits. Its first call loads the model on the reference tier."""
 
     @cache
     def load() -> LoadedModel:
@@ -210,7 +210,7 @@ def exact_logits(model: LoadedModel) -> Exact:
 
 
 def logits_of(model: LoadedModel, tokens: Sequence[int]) -> Logits:
-    """A model's logits [vocab] after `tokens`, in a cache of its own: one row, one chunk, one block after another."""
+    """A model's logits [vocab] after `tokens`, in a new cache: one row, one chunk, one block after another."""
     block_size = 16
     num_blocks = -(-len(tokens) // block_size)
     sizes = EngineConfig(

@@ -1,7 +1,7 @@
-"""Steps as bytes, and files of recorded steps: what a runner was asked, and which tokens it chose.
+"""Steps as bytes, and files of recorded steps: each step that a runner ran, and the tokens that it chose.
 
-**The encoding** of a step is one MessagePack value (https://msgpack.org). Each of the types of `steps.py` is an array
-of its fields, in their order there, none left out:
+**The encoding** of a step is one MessagePack value (https://msgpack.org). Each type of `steps.py` is an array of all
+its fields, in their order there:
 
 | type        | array of                                                                                             |
 |-------------|------------------------------------------------------------------------------------------------------|
@@ -10,18 +10,18 @@ of its fields, in their order there, none left out:
 | Begun       | sequence, token ids, prompt length, blocks, sampling (null: the host chooses)                        |
 | Sampling    | params, seed, stream, forbidden token ids, bad words (each an array of token ids)                    |
 | TableChange | sequence, kept, blocks                                                                               |
-| Told        | sequence, position, token id                                                                         |
+| ChosenToken | sequence, position, token id                                                                         |
 | BlockMoves  | swapped out, poisoned, swapped in, copied (a pair of blocks is an array of two); loaded (each an     |
 |             | array of a block and its bytes)                                                                      |
 | Row         | sequence, start, number of tokens, number of choices (-1: logits)                                    |
 
-`params` is a map: the fields of `SamplingParams` by name; one that a recording lacks has its default. A list of
-anything is an array. So a step in which all sequences go on and no table grows is 17 bytes,
-`9b n c2 90 90 90 90 90 95 90 90 90 90 90 90 90 00`, however many they are.
+`params` is a map: the fields of `SamplingParams` by name; a field that a recording lacks has its default. Every list is
+an array. So a step in which all sequences go on and no table grows is 17 bytes,
+`9b n c2 90 90 90 90 90 95 90 90 90 90 90 90 90 00`, for any number of sequences.
 
-**A file** begins with the line `minipaged steps 2`. Then come frames, each a length in four bytes (big-endian) and so
-many bytes of MessagePack: a `Header` (a map), a `RecordedStep` (an array) for each step, and at the end the number of
-steps. A file without that was cut short.
+**A file** begins with the line `minipaged steps 2`. Frames follow, each a length in four bytes (big-endian) and that
+number of bytes of MessagePack: a `Header` (a map), a `RecordedStep` (an array) for each step, and at the end the number
+of steps. A file that lacks this number was cut short.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ Decoded = TypeVar("Decoded")
 
 
 def encode(step: StepInput) -> bytes:
-    """The step in the encoding above."""
+    """Encode a step as described above."""
     return _encoder.encode(step)
 
 
 def decode(data: bytes) -> StepInput:
-    """The step that `encode` was given. Raises BadRecording for what is no step."""
+    """Decode a step that `encode` has encoded. Raises BadRecording if the bytes are not a step."""
     return _decode(_step_decoder, data)
 
 
@@ -74,12 +74,12 @@ def _decode(decoder: msgspec.msgpack.Decoder[Decoded], data: bytes) -> Decoded:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What the steps were recorded on."""
+    """The model, tier and settings with which steps were recorded."""
 
     version: str
-    """minipaged's."""
+    """The version of minipaged."""
     model: str
-    """As it was asked for."""
+    """The model's name or path, as the user gave it."""
     model_config: ModelConfig
     tier: str
     device: str
@@ -88,18 +88,18 @@ class Header:
 
     @classmethod
     def of(cls, model: str, llm: LLM) -> Header:
-        """For the steps of an LLM that was made for `model`."""
+        """Make the header for the steps of an LLM that was made with this `model`."""
         tier = llm.loaded.tier
         sizes = (tier.name, tier.device, tier.dtype, llm.config)
         return cls(own_version(), model, llm.model_config, *sizes)
 
 
 class RecordedStep(NamedTuple):
-    """A step, and what came of it."""
+    """A step and the tokens that it chose."""
 
     step: StepInput
     choices: tuple[tuple[int, float], ...] | None
-    """(token id, logprob) of each choice; None where the step failed, or nobody looked."""
+    """(token id, logprob) of each choice; None if the step failed or its choices were never read."""
 
 
 def write_frame(file: BinaryIO, value: Any) -> None:
@@ -110,9 +110,9 @@ def write_frame(file: BinaryIO, value: Any) -> None:
 
 
 def read_recording(path: Path) -> tuple[Header, Iterator[RecordedStep]]:
-    """What a file of recorded steps holds. The steps are read as they are asked for.
+    """Open a file of recorded steps: return its header, and an iterator that reads one step at a time.
 
-    Raises BadRecording for what is no recording, or one that was cut short.
+    Raises BadRecording for a file that is not a recording, or that was cut short.
     """
     try:
         file = path.open("rb")
@@ -150,12 +150,12 @@ def _read_frame(file: BinaryIO, path: Path) -> bytes:
 
 
 class StepRecorder(Runner):
-    """Writes down each step that a runner is given, and what it chose, as soon as somebody has looked at that."""
+    """A runner that passes steps on to another one, and writes each to a file once its choices have been read."""
 
     def __init__(self, runner: Runner, file: BinaryIO, header: Header) -> None:
         self._runner = runner
         self._file = file
-        self._pending: deque[tuple[StepInput, _Watched | None]] = deque()  # run, and not written yet
+        self._pending: deque[tuple[StepInput, _Watched | None]] = deque()  # have run, and are not written yet
         self._count = 0
         file.write(FIRST_LINE)
         write_frame(file, header)
@@ -175,7 +175,7 @@ class StepRecorder(Runner):
         return result._replace(choices=choices)
 
     def close(self) -> None:
-        """Write what is left. The file is complete then."""
+        """Write the steps that are left, and the number of steps, which completes the file."""
         self._write(all_of_it=True)
         write_frame(self._file, self._count)
         self._file.flush()
@@ -184,7 +184,7 @@ class StepRecorder(Runner):
         return self._runner.costs()
 
     def _write(self, *, all_of_it: bool = False) -> None:
-        """Write the steps whose choices are known; with `all_of_it` the others too, which nobody will look at."""
+        """Write the steps whose choices are known; with `all_of_it` also the others, whose choices nobody will read."""
         while self._pending:
             step, choices = self._pending[0]
             seen = choices.seen if choices is not None else None
@@ -196,12 +196,12 @@ class StepRecorder(Runner):
 
 
 class _Watched(Sequence[Sampled]):
-    """Choices that remember what they were when somebody looked."""
+    """Choices that remember their values when they are read."""
 
     def __init__(self, choices: Sequence[Sampled]) -> None:
         self._choices = choices
         self.seen: tuple[tuple[int, float], ...] | None = None if len(choices) else ()
-        self.given_up = False  # whether the step after it is a fresh one, before anybody has looked
+        self.given_up = False  # whether a fresh step came before these choices were read
 
     def __len__(self) -> int:
         return len(self._choices)

@@ -4,22 +4,20 @@ Ordinary attention of one query q at position p is, over the keys and values of 
 
     o = sum_t softmax_t(q · k_t × scale) v_t
 
-Here they come block by block, through the block table, and no score is kept. Instead each query carries three
-running values (the "online softmax" of Milakov and Gimelshein, 2018):
+Here keys and values are read block by block, through the block table, and no score is kept. Instead each query carries
+three running values (the "online softmax" of Milakov and Gimelshein, 2018):
 
     m   the largest score so far
     l   the sum of exp(score - m) so far: the softmax's denominator
     o   the sum of exp(score - m) × v so far: its numerator
 
-A new block may raise m. What was summed under the old m is then worth exp(m_old - m_new) as much, and the block's
-own terms are added. After the last block the answer is o / l. As every exponent is at most 0, nothing overflows,
-however large the scores. That is `attend`, for one query; it is here to be read, and for the tests.
+A new block may raise m. The sums made under the old m are then multiplied by exp(m_old - m_new), and the block's own
+terms are added. After the last block the result is o / l. Every exponent is at most 0, so nothing overflows, however
+large the scores are. `attend` is this loop for one query. It is here to be read, and tests compare with it.
 
 `paged_attention` is the same loop for a batch. Sequences with the same number of query tokens go through it together:
-all decodes of a batch (one query each) are one such group. Longest context first, so that those which still have a
-block j are always the first few. And a NumPy call costs about as much for 64 keys as for one, so that small blocks are
-taken a few at a time. Keys and values that are kept in 8 bits become floats as they are read, so that never more of
-them are than a turn of the loop takes.
+all decodes of a batch (one query each) form one such group. In a group the longest context comes first, so that the
+sequences which have a block j are always the first few.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from minipaged.reference.kv_cache import Array, KVCache
 
 
 def attend(query: Array, kv_cache: KVCache, layer: int, blocks: Array, position: int, scale: float) -> Array:
-    """One query [heads, head_dim], at `position` of the sequence with this block table: returns [heads, head_dim]."""
+    """Attention of one query [heads, head_dim] at `position`, over its sequence's blocks. Returns [heads, head_dim]."""
     heads, block_size = len(query), kv_cache.block_size
     group = heads // kv_cache.num_kv_heads  # query heads that share one key/value head
     m = np.full(heads, -np.inf, query.dtype)  # [heads]
@@ -48,11 +46,12 @@ def attend(query: Array, kv_cache: KVCache, layer: int, blocks: Array, position:
     return o / l[:, None]
 
 
-# --- The same for a batch -------------------------------------------------------------------------
+# --- A batch --------------------------------------------------------------------------------------
 
 TILE = 64
-"""Keys a turn of the loop: smaller blocks are taken together. Against one block of 16 a turn (SmolLM2-135M's shapes),
-one sequence decodes 2.3 times as fast at a context of 128, 3 times at 1000, and a prompt of 512 takes half as long."""
+"""Keys per loop iteration. A NumPy call costs about as much for 64 keys as for one, so several small blocks are read
+together. Compared with one block of 16 per iteration (SmolLM2-135M's shapes), one sequence decodes 2.3 times as fast at
+a context of 128 and 3 times at 1000, and a prompt of 512 takes half as long."""
 
 
 def paged_attention(
@@ -64,24 +63,25 @@ def paged_attention(
     context_lens: Array,
     scale: float,
 ) -> Array:
-    """Causal attention of a mixed batch, each query over its own sequence's positions up to its own.
+    """Causal attention of a mixed batch: each query attends to its own sequence's positions up to its own.
 
     query: [tokens, heads, head_dim], sequence after sequence. Sequence s has the tokens query_start[s] to
-        query_start[s + 1] - 1, the last of its context_lens[s] positions, whose K and V are in the cache already.
+        query_start[s + 1] - 1. They are the last of its context_lens[s] positions; their K and V are already in the
+        cache.
     block_tables: [seqs, max_blocks] integers, in logical order, padded at the end with -1.
     query_start: [seqs + 1] integers. context_lens: [seqs] integers, query tokens included.
     Query head h reads key/value head h // (heads / kv_heads): grouped-query attention.
 
-    Returns [tokens, heads, head_dim]. Raises IndexError for a block outside the pool, ValueError for lengths or
-    heads that do not fit together.
+    Returns [tokens, heads, head_dim]. Raises IndexError for a block outside the pool, and ValueError for lengths or
+    head counts that do not fit together.
     """
     _check(query, kv_cache, block_tables, query_start, context_lens)
     query_lens = query_start[1:] - query_start[:-1]  # [seqs]
-    tables = np.maximum(block_tables, 0)  # [seqs, max_blocks]: a tile may reach into the padding; nothing there is seen
-    scale = float(scale)  # a NumPy float64 would turn float32 queries, and all that follows, into float64
+    tables = np.maximum(block_tables, 0)  # [seqs, max_blocks]: a tile may reach into the padding, which is masked
+    scale = float(scale)  # a NumPy float64 would turn float32 queries, and everything computed from them, into float64
     output = np.empty_like(query)  # [tokens, heads, head_dim]
     for num_queries in set(query_lens.tolist()):
-        group = np.flatnonzero(query_lens == num_queries)  # [S], sequences with as many query tokens
+        group = np.flatnonzero(query_lens == num_queries)  # [S], the sequences with this number of query tokens
         group = group[np.argsort(-context_lens[group], kind="stable")]  # [S], longest context first
         tokens = query_start[group, None] + np.arange(num_queries)  # [S, T]
         output[tokens] = _attend(query[tokens] * scale, kv_cache, layer, tables[group], context_lens[group])
@@ -89,13 +89,16 @@ def paged_attention(
 
 
 def _attend(query: Array, kv_cache: KVCache, layer: int, tables: Array, context_lens: Array) -> Array:
-    """S sequences of T queries each: query [S, T, heads, head_dim], context_lens [S] from long to short."""
+    """Attention of S sequences with T queries each: query [S, T, heads, head_dim], context_lens [S], longest first.
+
+    Keys and values stored in 8 bits become floats as they are read: never more of them than one iteration needs.
+    """
     S, T, heads, head_dim = query.shape
     kv_heads, block_size = kv_cache.num_kv_heads, kv_cache.block_size
     group = heads // kv_heads  # query heads that share one key/value head
     q = query.reshape(S, T, kv_heads, group, head_dim).swapaxes(1, 2)  # [S, kv_heads, T, group, head_dim]
     q = q.reshape(S, kv_heads, T * group, head_dim)  # [S, kv_heads, rows, head_dim]; row r is query r // group
-    position = context_lens[:, None] - T + np.arange(T * group) // group  # [S, rows], of each row's query
+    position = context_lens[:, None] - T + np.arange(T * group) // group  # [S, rows], position of each row's query
     m = np.full((S, kv_heads, T * group, 1), -np.inf, q.dtype)  # [S, kv_heads, rows, 1]
     l = np.zeros_like(m)  # [S, kv_heads, rows, 1]  # noqa: E741
     o = np.zeros_like(q)  # [S, kv_heads, rows, head_dim]
@@ -108,10 +111,10 @@ def _attend(query: Array, kv_cache: KVCache, layer: int, tables: Array, context_
         K, V = kv_cache.read(layer, tables[:s, j : j + tile])  # [s, keys, kv_heads, head_dim] each
         scores = q[:s, :, r:] @ K.transpose(0, 2, 3, 1)  # [s, kv_heads, rows - r, keys]
         key = np.arange(start, start + K.shape[1])  # [keys], their positions
-        if key[-1] > position[s - 1, r]:  # some query must not see some key
+        if key[-1] > position[s - 1, r]:  # some key lies after some query
             seen = key <= position[:s, None, r:, None]  # [s, 1, rows - r, keys]
             scores = np.where(seen, scores, -np.inf)  # [s, kv_heads, rows - r, keys]
-            V[key >= context_lens[:s, None]] = 0  # slots nobody filled weigh 0, but 0 × NaN would be NaN
+            V[key >= context_lens[:s, None]] = 0  # unwritten slots have weight 0, but 0 × NaN would be NaN
         m_old = m[:s, :, r:]  # [s, kv_heads, rows - r, 1]
         m_new = np.maximum(m_old, scores.max(axis=-1, keepdims=True))  # [s, kv_heads, rows - r, 1]
         fade = np.exp(m_old - m_new)  # [s, kv_heads, rows - r, 1]

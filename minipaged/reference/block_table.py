@@ -1,13 +1,14 @@
 """The block table: where the tokens of one sequence are (paper, section 4.2, Fig. 6).
 
-A sequence sees its KV cache as logical blocks 0, 1, 2, ... without gaps. The table says which physical block each
-of them is in, like the page table of a process. Blocks are added on demand: only when the last one is full.
+A sequence sees its KV cache as logical blocks 0, 1, 2, ... without gaps. The table gives the physical block of each,
+like the page table of a process. Blocks are added on demand: only when the last one is full.
 
     position p  ->  logical block p // block_size  ->  slot = blocks[p // block_size] * block_size + p % block_size
 
-Who owns what: the table holds one reference on each block in `blocks`. All blocks but the last are full, and full
-blocks are never written again, so they may be shared freely. The last one may be partly filled; before writing into
-it `append` makes sure that nobody else holds it (copy-on-write, section 4.4, Fig. 8; the invariant exclusive-write).
+Ownership: the table holds one reference on each block in `blocks`. All blocks but the last are full. Full blocks are
+never written again, so they can be shared freely. The last block may be partly filled. Before `append` gives out slots
+in it, it makes sure that this table is the only holder (copy-on-write, section 4.4, Fig. 8; the invariant
+exclusive-write).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class BlockTable(contracts.BlockTable):
 
     def append(self, num_new_tokens: int) -> list[CopyPair]:
         needed = self.blocks_needed(num_new_tokens)
-        if not needed:  # as in all but one of `block_size` steps
+        if not needed:  # true in all but one of `block_size` decode steps
             self._num_tokens += num_new_tokens
             return []
         copies: list[CopyPair] = []
@@ -112,6 +113,6 @@ class BlockTable(contracts.BlockTable):
         return -(-num_tokens // self.block_size)  # rounded up
 
     def _writes_into_shared_block(self, num_new_tokens: int) -> bool:
-        """Whether the next tokens go into a last block that is partly filled and held by others too."""
+        """Whether the next tokens go into a last block that is partly filled and has other holders too."""
         last_is_full = self._num_tokens == len(self._blocks) * self.block_size
         return num_new_tokens > 0 and not last_is_full and self._allocator.ref_count(self._blocks[-1]) > 1

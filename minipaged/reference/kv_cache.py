@@ -1,30 +1,31 @@
 """The KV cache: the memory that block tables point into (paper, section 4.2 and Fig. 5).
 
-The keys and values of every token live in *blocks* of `block_size` slots. A slot is one number,
-`block * block_size + offset`. There are two pools: the device's, which attention reads, and the host's, where
-blocks wait while their sequence is swapped out (section 4.5). Who holds a block is the allocator's business; here
-is only its content:
+The keys and values of every token live in *blocks* of `block_size` slots. A slot is one number, `block * block_size +
+offset`. There are two pools: the device's, which attention reads, and the host's, where blocks wait while their
+sequence is swapped out (section 4.5). The allocator keeps track of who holds a block. This file only stores its
+content:
 
-    nobody's --write, copy, swap_in or load--> some token's keys and values --poison--> NaN (debugging only)
+    unowned --write, copy, swap_in or load--> some token's keys and values --poison--> NaN (debugging only)
 
-The layout decides what a block costs to move. All that belongs to one block, every layer's keys and values, lies
-in one piece of memory, so that a copy-on-write or a swap is one copy a block. (A pool for each layer's keys and
-another for its values, as in the paper's system, makes 2 × layers smaller copies of it: see `preemption.py`.)
+The layout decides how many copies it takes to move a block. A block's keys and values of all layers lie in one piece of
+memory, so a copy-on-write or a swap is one copy per block. (A pool for each layer's keys and another for its values, as
+in the paper's system, needs 2 × layers smaller copies per block: see `preemption.py`.)
 
-Keys and values can be kept in 8 bits (`kv_cache_dtype`), so that the same memory has nearly four times the blocks that
-it has in float32. Each head of each token is rounded by itself: its largest number becomes the largest that 8 bits can
-say, and the factor, its *scale*, is kept in float32 beside the slot:
+Keys and values can be stored in 8 bits (`kv_cache_dtype`), so that the same memory holds nearly four times as many
+blocks as in float32. Each head of each token is rounded by itself: its largest number maps to the largest number that 8
+bits can express. The factor, its *scale*, is stored in float32 beside the slot:
 
     scale = max |x| / largest        code = the nearest to x / scale        x ≈ code × scale
 
-    int8    whole numbers up to 127: every step is as large as the others, at most scale / 2 is lost
-    fp8     floats of 4 bits exponent and 3 bits fraction, up to 448: small numbers have small steps
+    int8    whole numbers up to 127: all steps are equal, and the error is at most scale / 2
+    fp8     floats with 4 exponent bits and 3 fraction bits, up to 448: small numbers have small steps
 
-A scale depends on nothing but its own token. So what is appended never changes what is there already, a token has the
-same code in whatever batch it was computed, and a block, its scales within it, is copied, swapped and shared as ever.
+A scale depends only on its own token. Appending therefore never changes the tokens already stored, and a token has the
+same code in whatever batch it was computed. A block contains its scales, so copying, swapping and sharing work as
+before.
 
-Some checkpoints bring *static* scales, one for all tokens of a layer or of a head, found on a few texts beforehand.
-They are used instead and lie in the same place, so that nothing else has to know of them.
+Some checkpoints bring *static* scales: one for all tokens of a layer or of a head, found on a few texts beforehand.
+They replace the computed scales and are stored in the same place, so no other code needs to know of them.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ from minipaged.steps import CopyPair
 Array = npt.NDArray[Any]
 
 LARGEST = {"int8": 127, "fp8": 448}
-"""The largest number that a code stands for. (int8 has -128 too, which only a static scale can lead to.)"""
+"""The largest number that a code represents. (int8 also has -128, which only a static scale can produce.)"""
 SMALLEST_SCALE = np.finfo(np.float32).tiny
-"""Of a head of zeros, so that nothing is divided by 0."""
+"""The scale of a head of zeros, so that nothing is divided by 0."""
 
 
 class KVCache:
-    """Keys and values of `num_blocks` blocks on the device, and room for `num_swap_blocks` on the host."""
+    """Keys and values of `num_blocks` blocks on the device, with room for `num_swap_blocks` on the host."""
 
     def __init__(
         self,
@@ -61,12 +62,12 @@ class KVCache:
         kv_cache_dtype: str = "auto",
         static_scales: Array | None = None,
     ) -> None:
-        """Reserve both pools. Memory is used up only as blocks are written.
+        """Reserve both pools. Memory is used only as blocks are written.
 
-        `dtype`: of the numbers that are written and read. `kv_cache_dtype`: how they are kept, as they are ("auto") or
-        as codes of 8 bits ("int8", "fp8"). `static_scales`: [num_layers, 2, num_kv_heads], 2: keys, values; None: each
-        token's own.
-        Raises ValueError when a size is below 1 (`num_swap_blocks`: below 0).
+        `dtype`: the dtype of keys and values written and read. `kv_cache_dtype`: how they are stored, unchanged
+        ("auto") or as 8-bit codes ("int8", "fp8"). `static_scales`: [num_layers, 2, num_kv_heads], where 2 is keys,
+        values; None: each token has its own scales. Raises ValueError if a size is below 1 (`num_swap_blocks`: below
+        0).
         """
         sizes = {
             "num_layers": num_layers,
@@ -95,17 +96,19 @@ class KVCache:
         else:
             codes = np.int8 if kv_cache_dtype == "int8" else np.uint8
             block = np.dtype([("scales", np.float32, block_shape[:-1]), ("codes", codes, block_shape)])
-        # np.zeros asks the system for pages of zeros, which take no memory until they are written. In 8 bits a pool is
-        # an array [blocks] of such records; otherwise it is simply [blocks, layers, 2, block_size, kv_heads, head_dim].
+        # np.zeros gets pages of zeros from the system, which take no memory until they are written. In 8 bits a pool is
+        # an array [blocks] of such records; otherwise it is an array [blocks, layers, 2, block_size, kv_heads,
+        # head_dim].
         self.device_blocks: Array = np.zeros(num_blocks, block)
         self.host_blocks: Array = np.zeros(num_swap_blocks, block)
         self.block_bytes = block.itemsize
 
     def write(self, layer: int, slots: npt.ArrayLike, k: Array, v: Array) -> None:
-        """Put the keys and values of n tokens into their slots, in one layer.
+        """Write the keys and values of n tokens into their slots, in one layer.
 
-        slots: [n], integers; -1 is padding and is not written. k, v: [n, kv_heads, head_dim].
-        Raises IndexError for a slot or layer outside the cache, ValueError for a wrong shape; nothing is written.
+        slots: [n] integers; -1 is padding and is not written. k, v: [n, kv_heads, head_dim].
+        Raises IndexError for a slot or layer outside the cache and ValueError for a wrong shape; then nothing is
+        written.
         """
         slots = np.asarray(slots, dtype=np.int64)  # [n]
         shape = (slots.size, self.num_kv_heads, self.head_dim)
@@ -131,9 +134,9 @@ class KVCache:
                 self.device_blocks["scales"][at] = scales  # [n real, kv_heads]
 
     def read(self, layer: int, blocks: Array) -> tuple[Array, Array]:
-        """The keys and the values, as copies, that some sequences have in n consecutive logical blocks, in one layer.
+        """Return copies of the keys and the values in n consecutive logical blocks of each sequence, in one layer.
 
-        blocks: [seqs, n] integers in the pool; the caller has checked them once for all layers' reads (`check_blocks`).
+        blocks: [seqs, n] physical blocks; the caller has already checked them, once for all layers (`check_blocks`).
         Keys and values are [seqs, n * block_size, kv_heads, head_dim] each.
         """
         self._check_layer(layer)
@@ -147,26 +150,26 @@ class KVCache:
         return k.reshape(shape), v.reshape(shape)  # [seqs, n * block_size, kv_heads, head_dim] each
 
     def copy(self, pairs: Sequence[CopyPair]) -> None:
-        """Copy blocks within the device's pool, for copy-on-write. No destination may be a source, or come twice."""
+        """Copy blocks within the device's pool, for copy-on-write. Destinations are distinct, and none is a source."""
         both = {source for source, _ in pairs} & {destination for _, destination in pairs}
         if both:
             raise ValueError(f"block {min(both)} is both copied from and copied to; do it in two calls")
         self._move(self.device_blocks, self.device_blocks, pairs)
 
     def swap_out(self, pairs: Sequence[CopyPair]) -> None:
-        """Copy (device block, host block) pairs to the host."""
+        """Copy blocks to the host: (device block, host block) pairs."""
         self._move(self.device_blocks, self.host_blocks, pairs)
 
     def swap_in(self, pairs: Sequence[CopyPair]) -> None:
-        """Copy (host block, device block) pairs back to the device."""
+        """Copy blocks back to the device: (host block, device block) pairs."""
         self._move(self.host_blocks, self.device_blocks, pairs)
 
     def poison(self, blocks: Sequence[int]) -> None:
-        """Fill device blocks that are nobody's with NaN, so that reading them shows at once."""
+        """Fill unowned device blocks with NaN, so that a wrong read shows immediately."""
         self.check_blocks(np.asarray(blocks, dtype=np.int64))
         floats = self.device_blocks if self.kv_cache_dtype == "auto" else self.device_blocks["scales"]
         for block in blocks:
-            floats[block] = np.nan  # all of it, or all of its scales: any code × NaN is NaN
+            floats[block] = np.nan  # the whole block, or all of its scales: any code × NaN is NaN
 
     def check_blocks(self, blocks: Array) -> None:
         """Raise IndexError unless all `blocks` are in the device's pool. (NumPy takes -1 for the last block.)"""
@@ -177,24 +180,26 @@ class KVCache:
             raise IndexError(f"layer {layer} is outside the cache's {self.num_layers} layers")
 
     def _move(self, source: Array, destination: Array, pairs: Sequence[CopyPair]) -> None:
-        """Check every pair, then copy: one contiguous copy a block, whatever the number of layers."""
+        """Check every pair, then copy: one contiguous copy per block, whatever the number of layers."""
         for pool, side in ((source, 0), (destination, 1)):
             name = "device" if pool is self.device_blocks else "host"
             _check_blocks(np.array([pair[side] for pair in pairs], dtype=np.int64), len(pool), name)
         if len({to for _, to in pairs}) < len(pairs):
             raise ValueError(f"two blocks would be copied to the same place: {list(pairs)}")
         for from_block, to_block in pairs:
-            destination[to_block] = source[from_block]  # all layers, keys and values, and their scales
+            destination[to_block] = source[from_block]  # all layers' keys, values and scales
 
 
 # --- 8 bits ---------------------------------------------------------------------------------------
 
 
 def quantize(values: Array, kv_cache_dtype: str, static_scales: Array | None = None) -> tuple[Array, Array]:
-    """Some heads [..., head_dim] as codes of the same shape, int8 or the bits of e4m3 floats, and scales [...] float32.
+    """Return heads [..., head_dim] as codes of the same shape (int8, or the bits of e4m3 floats) and their scales
+    [...], float32.
 
-    `static_scales` [..., or what broadcasts to it] are taken as they are: numbers that are too large for them are cut.
-    A head that holds NaN or infinity has a scale that is NaN or infinite, so that what is read is no number either.
+    `static_scales` [...], or a shape that broadcasts to it, are used unchanged; numbers too large for them are clipped.
+    A head that holds NaN or infinity gets a scale that is NaN or infinite, so that reading it does not give a finite
+    number.
     """
     values = values.astype(np.float32)  # [..., head_dim]
     largest = np.float32(LARGEST[kv_cache_dtype])
@@ -203,8 +208,8 @@ def quantize(values: Array, kv_cache_dtype: str, static_scales: Array | None = N
         scales = np.maximum(sizes / largest, SMALLEST_SCALE)  # [...]
     else:
         scales = np.where(np.isfinite(sizes), static_scales, sizes)  # [...]
-    with np.errstate(invalid="ignore"):  # a code of NaN may be any
-        scaled = values / scales[..., None]  # [..., head_dim], from -largest to largest if scales are their own
+    with np.errstate(invalid="ignore"):  # the code of a NaN does not matter
+        scaled = values / scales[..., None]  # [..., head_dim], within ±largest unless the scales are static
         if kv_cache_dtype == "int8":
             return np.rint(scaled.clip(-largest - 1, largest)).astype(np.int8), scales
         rounded = round_to_e4m3(scaled.clip(-largest, largest))  # [..., head_dim]
@@ -213,7 +218,7 @@ def quantize(values: Array, kv_cache_dtype: str, static_scales: Array | None = N
 
 
 def dequantize(codes: Array, scales: Array) -> Array:
-    """What the codes [..., head_dim] and their scales [...] stand for: [..., head_dim] float32."""
+    """Return the numbers [..., head_dim], float32, that the codes [..., head_dim] and their scales [...] represent."""
     values = codes.astype(np.float32) if codes.dtype == np.int8 else e4m3_values()[codes]  # [..., head_dim]
     with np.errstate(invalid="ignore"):  # 0 × infinity
         product: Array = values * scales[..., None]  # [..., head_dim]

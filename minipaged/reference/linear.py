@@ -1,7 +1,7 @@
-"""A product with a matrix of weights, which may be packed.
+"""The product with a weight matrix, which may be packed.
 
-A packed matrix is never there in floats as a whole: the product takes the weights of a few rows at a time. The
-arithmetic of each packed form is in `models/quantized/stored.py`.
+A packed matrix is never expanded as a whole: the product expands a few rows at a time. `models/quantized/stored.py` has
+the arithmetic of each packed format.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from minipaged.reference.kv_cache import Array
 Weight = Array | StoredMatrix
 
 TILE = 2**18
-"""Weights of a packed matrix that are taken out at a time: 1 MB, which stays in a processor's cache."""
+"""Weights of a packed matrix expanded at a time: 1 MB, which stays in a processor's cache."""
 
 FEW = 64
-"""Tokens, up to which a product is of columns. Of more, a result of rows is worth an eighth of the processor's time (a
-prompt of 512): all that is added up and normalised between products goes along rows then."""
+"""Up to this number of tokens, a result is stored column by column. For more tokens it is stored row by row, because
+the sums and norms between products then run along rows: an eighth of the processor's time is saved (a prompt of
+512)."""
 
 
 def linear(x: Array, weight: Weight) -> Array:
-    """x [tokens, in] through weight [out, in]: [tokens, out].
+    """Return x @ weight.T [tokens, out] for x [tokens, in] and weight [out, in].
 
-    For FEW tokens this is x @ weight.T written so that BLAS reads the large matrix row by row: a third faster for 16
-    tokens. More of them, as in a prompt, are better off with a result that has each token's numbers side by side. Of a
-    packed matrix there are never more than a few rows in floats.
+    For up to FEW tokens the product is written so that BLAS reads the large matrix row by row: a third faster for 16
+    tokens. Longer inputs, such as prompts, do better with a result in which each token's numbers lie side by side. A
+    packed matrix is expanded a few rows at a time.
     """
     if not isinstance(weight, StoredMatrix):
         return (weight @ x.T).T if len(x) <= FEW else x @ weight.T  # [tokens, out]

@@ -1,15 +1,14 @@
-"""A Llama or a cousin of it, as transformers computes it, with its keys and values in the paged cache.
+"""Llama and related models, computed as in transformers, with keys and values in the paged cache.
 
-One forward pass runs a batch of sequences, each with any number of query tokens: a whole prompt, a chunk of one,
-or one new token. The tokens of all sequences lie one after another in a single array [tokens, hidden]; only
-attention needs to know where one sequence ends and the next begins. Every layer
+One forward pass runs a batch of sequences, each with any number of query tokens: a whole prompt, a chunk of one, or one
+new token. The tokens of all sequences lie one after another in a single array [tokens, hidden]; only attention needs to
+know where one sequence ends and the next begins. Every layer computes
 
     x = x + attention(rms_norm(x))      write the new K and V into their slots, then attend through the block tables
     x = x + swiglu(rms_norm(x))
 
-and the logits are computed only for the rows that asked for them. Weights have transformers' names and layout
-([out, in] matrices) and are used where they are, never copied. Quantized ones stay packed: a product takes out a few
-rows at a time.
+and logits are computed only for the rows that want them. Weights have transformers' names and layout ([out, in]
+matrices) and are used in place, never copied. Quantized weights stay packed: a product expands a few rows at a time.
 """
 
 from __future__ import annotations
@@ -36,39 +35,39 @@ from minipaged.scheduling import Costs
 from minipaged.steps import BlockMoves
 
 PIECE = 64
-"""Tokens of a prompt whose logits, some 50,000 to 130,000 each, are held at one time."""
+"""Prompt tokens whose logits are held at one time; each token has some 50,000 to 130,000 of them."""
 
 
 class Llama(MirroredRunner):
-    """Runs steps: moves blocks in `kv_cache`, computes logits, and chooses tokens by them.
+    """Runs steps: moves blocks in `kv_cache`, computes logits, and chooses tokens from them.
 
-    Runs Llama's cousins too: Mistral, Qwen2 (biases) and Qwen3 (norms of queries and keys). See `models/config.py`.
+    It also runs Mistral, Qwen2 (biases) and Qwen3 (norms of queries and keys). See `models/config.py`.
     """
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, Weight], kv_cache: KVCache) -> None:
-        """`weights`: by transformers' names, arrays of the cache's floating type; matrices may be packed."""
+        """`weights`: arrays in the cache's floating-point type, by transformers' names; matrices may be packed."""
         super().__init__()
         self.config = config
         self.weights = weights
         self.kv_cache = kv_cache
-        self.attend = paged_attention  # the course puts a student's in its place
-        self.scale = 1 / math.sqrt(config.head_dim)  # of attention scores
+        self.attend = paged_attention  # the course replaces it with a student's
+        self.scale = 1 / math.sqrt(config.head_dim)  # of the attention scores
         self.inverse_frequencies = inverse_frequencies(config)  # [head_dim / 2]
         norm = weights["model.layers.0.input_layernorm.weight"]
         assert isinstance(norm, np.ndarray)  # norms are never packed
-        self.dtype = norm.dtype  # what is computed in
-        # Of a model in parts, not every part has a head (`sharded.py`).
+        self.dtype = norm.dtype  # the dtype of the computation
+        # If a model is split (`sharded.py`), not every part has a head.
         self.head = weights.get("model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight")
 
     def forward(self, batch: Batch) -> Array:
-        """Logits [rows that want them, vocab_size] after the last query token of each row."""
+        """Return the logits [rows that want them, vocab_size] after the last query token of each row."""
         tokens = flatten(batch, self.kv_cache.block_size)
         rotation = rotary_tables(tokens.positions, self.inverse_frequencies, self.dtype)
         x = self._embed(tokens.ids)  # [tokens, hidden]
         for layer in range(self.config.num_hidden_layers):
             x = x + self._attention(layer, self._norm(f"model.layers.{layer}.input_layernorm", x), tokens, rotation)
             x = x + self._swiglu(layer, self._norm(f"model.layers.{layer}.post_attention_layernorm", x))
-        self.prompt_hidden = x[tokens.prompt_rows]  # [prompt tokens, hidden]: `prompt_logprobs` goes on from here
+        self.prompt_hidden = x[tokens.prompt_rows]  # [prompt tokens, hidden], for `prompt_logprobs`
         return self._logits(x[tokens.logit_rows])
 
     def _embed(self, ids: Array) -> Array:
@@ -83,9 +82,9 @@ class Llama(MirroredRunner):
         return np.ascontiguousarray(linear(x, self.head))  # [rows, vocab]
 
     def prompt_logprobs(self, inputs: Sequence[PromptInput]) -> dict[int, list[Sampled]]:
-        """The log-probabilities of prompts, by sequence; the logits that they take are made and dropped in pieces."""
+        """Return the log-probabilities of prompts, by sequence. Their logits are computed and dropped in pieces."""
         told: dict[int, list[Sampled]] = {asked.sequence: [] for asked in inputs}
-        first = 0  # of the asked one's in `prompt_hidden`
+        first = 0  # row of this prompt's first token in `prompt_hidden`
         for asked in inputs:
             for i in range(0, len(asked.token_ids), PIECE):
                 token_ids = asked.token_ids[i : i + PIECE]
@@ -99,7 +98,7 @@ class Llama(MirroredRunner):
         q = self._heads(f"{name}.q_proj", x)  # [tokens, heads, head_dim]
         k = self._heads(f"{name}.k_proj", x)  # [tokens, kv_heads, head_dim]
         if self.config.qk_norm:
-            q, k = self._norm(f"{name}.q_norm", q), self._norm(f"{name}.k_norm", k)  # each head by itself
+            q, k = self._norm(f"{name}.q_norm", q), self._norm(f"{name}.k_norm", k)  # each head separately
         q, k = rotate(q, rotation), rotate(k, rotation)
         v = self._heads(f"{name}.v_proj", x)  # [tokens, kv_heads, head_dim]
         self.kv_cache.write(layer, tokens.slots, k, v)
@@ -125,21 +124,21 @@ class Llama(MirroredRunner):
     def _norm(self, name: str, x: Array) -> Array:
         weight = self.weights[f"{name}.weight"]  # [hidden]
         assert isinstance(weight, np.ndarray)
-        return rms_norm(x, weight, self.config.rms_norm_eps)  # of the shape of x
+        return rms_norm(x, weight, self.config.rms_norm_eps)  # same shape as x
 
     def move(self, moves: BlockMoves) -> None:
-        """Swap out, poison, swap in, copy, load."""
+        """Carry out the moves in this order: swap out, poison, swap in, copy, load."""
         carry(self.kv_cache, moves)
 
     def read_blocks(self, blocks: Sequence[int]) -> list[bytes]:
         return read_blocks(self.kv_cache, blocks)
 
     def sample(self, logits: Array, inputs: Sequence[SamplingInput]) -> list[Sampled]:
-        """One token for each input."""
+        """Choose one token for each input."""
         return sample(logits, inputs)
 
     def costs(self) -> Costs:
-        """What swapping and recomputing pay for on this machine: measured once, when first asked for."""
+        """Return what swapping and recomputing cost on this machine. They are measured once, at the first call."""
         return self._costs
 
     @cached_property
@@ -158,8 +157,8 @@ class FlatBatch:
     query_start: Array  # [seqs + 1]
     context_lens: Array  # [seqs]
     block_tables: Array  # [seqs, max_blocks], padded with -1
-    logit_rows: Array  # [rows that want logits], their last query tokens' places in [tokens]
-    prompt_rows: Array  # [prompt tokens by which the next one's log-probability is told], places as well
+    logit_rows: Array  # [rows that want logits], indices of their last query tokens
+    prompt_rows: Array  # [prompt tokens], indices of the tokens that predict a next prompt token
 
 
 def flatten(batch: Batch, block_size: int) -> FlatBatch:
@@ -188,21 +187,21 @@ def flatten(batch: Batch, block_size: int) -> FlatBatch:
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """Each row of x [..., size] divided by its root mean square, times a weight for each dimension."""
+    """Divide each row of x [..., size] by its root mean square, and multiply by a weight for each dimension."""
     mean_square = np.vecdot(x, x)[..., None] / x.shape[-1]  # [..., 1]
     normed: Array = x / np.sqrt(mean_square + eps) * weight  # [..., size]
     return normed
 
 
 def silu(x: Array) -> Array:
-    """x × sigmoid(x)."""
-    with np.errstate(over="ignore"):  # exp(-x) may become inf, and x / inf = 0 is right
+    """Return x × sigmoid(x)."""
+    with np.errstate(over="ignore"):  # exp(-x) may be inf, and then x / inf = 0 is right
         activated: Array = x / (1 + np.exp(-x))  # [tokens, intermediate]
     return activated
 
 
 def rotate(x: Array, rotation: tuple[Array, Array]) -> Array:
-    """Turn each pair of dimensions (i, i + head_dim / 2) of x [tokens, heads, head_dim] by its angle."""
+    """Rotate each pair of dimensions (i, i + head_dim / 2) of x [tokens, heads, head_dim] by its angle."""
     cos, sin = rotation  # [tokens, 1, head_dim / 2] each
     half = x.shape[-1] // 2
     a, b = x[..., :half], x[..., half:]  # [tokens, heads, head_dim / 2] each
@@ -210,18 +209,18 @@ def rotate(x: Array, rotation: tuple[Array, Array]) -> Array:
 
 
 def rotary_tables(positions: Array, frequencies: Array, dtype: npt.DTypeLike) -> tuple[Array, Array]:
-    """cos and sin of every angle position × frequency; each [tokens, 1, head_dim / 2], the 1 standing for all heads.
+    """Return cos and sin of every angle position × frequency: [tokens, 1, head_dim / 2] each, to broadcast over heads.
 
-    The angles are float32 whatever `dtype` is, as in transformers: near position 8000 they come in steps of 0.0005.
+    The angles are float32 whatever `dtype` is, as in transformers: near position 8000 they are multiples of 0.0005.
     """
     angles = (positions[:, None].astype(np.float32) * frequencies)[:, None]  # [tokens, 1, head_dim / 2]
     return np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
 
 
 def inverse_frequencies(config: ModelConfig) -> Array:
-    """The rotary frequencies, in radians a position, of each pair of dimensions: [head_dim / 2] float32.
+    """Return the rotary frequency of each pair of dimensions, in radians per position: [head_dim / 2] float32.
 
-    The powers are rounded where transformers rounds them: a frequency's last bit is 0.001 radians at position 8000.
+    Powers are rounded where transformers rounds them: a frequency's last bit makes 0.001 radians at position 8000.
     """
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)  # [head_dim / 2]
     powers = (config.rope_theta ** exponents.astype(np.float64)).astype(np.float32)  # [head_dim / 2], rounded once
@@ -233,7 +232,7 @@ def inverse_frequencies(config: ModelConfig) -> Array:
     if scaling.rope_type == "linear":
         return stretched
     # llama3: keep the short wavelengths, stretch the long ones, and blend in between.
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)  # [head_dim / 2], in that context
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)  # [head_dim / 2] within that context
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)  # [head_dim / 2]
     keep = np.clip(keep, 0, 1)  # [head_dim / 2]: 1 keeps, 0 stretches
     return keep * frequencies + (1 - keep) * stretched  # [head_dim / 2]

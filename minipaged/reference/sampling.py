@@ -1,27 +1,26 @@
-"""Choosing the next token from the logits of a row: greedily, or by drawing from a distribution.
+"""Choosing the next token from a row of logits: greedily, or by drawing from a distribution.
 
-Decoding is what a serving system does between two reads of its KV cache. The sequences of one request that are
-sampled in parallel (paper, section 4.4 and Fig. 8) differ only in what is drawn here, and everything they have in
-common before their first difference is held in the same blocks. For each token, in vLLM's order:
+Sequences of one request that are sampled in parallel (paper, section 4.4 and Fig. 8) differ only in what is drawn here.
+Everything before their first difference is held in the same blocks. For each token, in vLLM's order:
 
-1. the logits of tokens that are not allowed become minus infinity: all but `allowed_token_ids`, those that complete a
-   bad word, those that would end the sequence before `min_tokens`. Then `logit_bias` is added;
+1. the logits of forbidden tokens become minus infinity: all tokens but `allowed_token_ids`, those that complete a bad
+   word, and those that would end the sequence before `min_tokens`. Then `logit_bias` is added;
 2. penalties: repetition (tokens of prompt and output), then frequency and presence (tokens of the output);
 3. temperature 0: the token with the largest logit, the lowest id on ties. Done;
-4. otherwise divide by the temperature and keep the tokens at or above a threshold: `min_p`, then `top_k`, then
-   `top_p`, which counts the probabilities renormalised over what the two before it kept;
-5. draw one uniform number and look up in the cumulative sum, in order of token id, which token it falls on.
+4. otherwise divide by the temperature and keep the tokens at or above a threshold: `min_p`, then `top_k`, then `top_p`,
+   which counts the probabilities renormalised over the tokens that the other two kept;
+5. draw one uniform number and look up which token it falls on in the cumulative sum, in order of token id.
 
 A filter is a threshold on the logit, so tokens that tie with the last one kept are kept as well (`top_k=2` of the
-logits 3, 1, 1, 0 keeps three tokens): the outcome never depends on how something was sorted.
+logits 3, 1, 1, 0 keeps three tokens): the result never depends on the order of a sort.
 
-**The same seed gives the same tokens**, however the scheduler batched, preempted or swapped the request: the uniform
-number is no state that every draw moves on, but a function of (seed, stream, position). It is the generator
-Philox4x32-10 (Salmon et al., SC 2011), which Triton has too: `tl.philox(seed, position, stream, 0, 0)` returns the
-same four words (with counters of 32 bits; for 64-bit ones it runs another Philox).
+**The same seed gives the same tokens**, however the scheduler batched, preempted or swapped the request. The uniform
+number is not drawn from a state that every draw advances; it is a function of (seed, stream, position). The generator
+is Philox4x32-10 (Salmon et al., SC 2011), which Triton has too: `tl.philox(seed, position, stream, 0, 0)` returns the
+same four words (with 32-bit counters; for 64-bit counters it runs another Philox).
 
-The log-probabilities reported are the model's own: of the raw logits, before steps 1 to 4. They are those of the chosen
-token and of the likeliest ones (`logprobs`), or of the tokens that the request names (`logprob_token_ids`).
+The reported log-probabilities are the model's own: they come from the raw logits, before steps 1 to 4. They cover the
+chosen token and the likeliest ones (`logprobs`), or the tokens that the request names (`logprob_token_ids`).
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ FloatArray = NDArray[np.floating[Any]]
 
 
 def sample(logits: FloatArray, inputs: Sequence[SamplingInput]) -> list[Sampled]:
-    """One token for each input, from `logits` [rows, vocab], float32 or float64.
+    """Choose one token for each input, from `logits` [rows, vocab], float32 or float64.
 
-    The work on a row is done once, however many inputs use it. A row from which nothing can be chosen is an error of
-    the inputs that use it: it holds NaN or plus infinity, or nothing but minus infinity is left.
+    The work on a row is done once, however many inputs use it. If nothing can be chosen from a row (it holds NaN or
+    plus infinity, or only minus infinity is left), the inputs that use it get an error.
     """
     users: dict[int, list[int]] = defaultdict(list)  # row -> the indices of the inputs that use it
     for index, wanted in enumerate(inputs):
@@ -64,7 +63,7 @@ def sample(logits: FloatArray, inputs: Sequence[SamplingInput]) -> list[Sampled]
 
 
 def gather_logprobs(logits: FloatArray, token_ids: Sequence[int], num_logprobs: int) -> list[Sampled]:
-    """What `sample` reports of tokens that it chose, for tokens that are given: token i by row i of `logits`."""
+    """Return the log-probabilities of given tokens, as `sample` does for chosen ones: token i by row i of `logits`."""
     gathered = []
     for row, token_id in enumerate(token_ids):
         try:
@@ -75,7 +74,7 @@ def gather_logprobs(logits: FloatArray, token_ids: Sequence[int], num_logprobs: 
 
 
 class Prediction:
-    """What the model predicts for one next token: one row of the logits, and what all its users need of it."""
+    """The model's prediction for one next token: a row of the logits, and the values that all inputs using it need."""
 
     def __init__(self, logits: FloatArray) -> None:
         self.logits = logits  # [vocab]
@@ -83,11 +82,11 @@ class Prediction:
         self.peak = float(logits[self.likeliest])
         exponentials = np.subtract(logits, logits[self.likeliest])  # [vocab], at most 0
         np.exp(exponentials, out=exponentials)
-        self.log_total = math.log(float(exponentials.sum()))  # log of the softmax's denominator, less the peak
+        self.log_total = math.log(float(exponentials.sum()))  # log of the softmax's denominator, minus the peak
         self.distributions: dict[SamplingParams, Distribution] = {}
 
     def choose(self, wanted: SamplingInput) -> Sampled:
-        """The token for one input, with its log-probability."""
+        """Return the token for one input, with its log-probability."""
         params = wanted.params
         if wanted.leaves_logits_alone:
             token_id = self.likeliest
@@ -105,13 +104,16 @@ class Prediction:
         return self.report(token_id, params.num_likeliest, params.logprob_token_ids)
 
     def report(self, token_id: int, num_likeliest: int | None, given: Sequence[int] = ()) -> Sampled:
-        """This token's log-probability and, unless `num_likeliest` is None, those of that many of the likeliest tokens,
-        or of the `given` ones in their place."""
+        """Return this token with its log-probability.
+
+        Unless `num_likeliest` is None, the log-probabilities of that many of the likeliest tokens are included. If
+        `given` is not empty, those of the given tokens are included instead.
+        """
         top = None
         if given:
             top = {token: self._logprob(token) for token in sorted({*given, token_id})}
             top = dict(sorted(top.items(), key=lambda one: -one[1]))  # likeliest first, lowest id first among equals
-        elif num_likeliest is not None:  # the chosen one comes last, unless it is among the likeliest
+        elif num_likeliest is not None:  # the chosen token comes last, unless it is among the likeliest
             top = {token: self._logprob(token) for token in [*largest(self.logits, num_likeliest).tolist(), token_id]}
         return Sampled(token_id, self._logprob(token_id), top)
 
@@ -120,7 +122,7 @@ class Prediction:
 
 
 def penalise(logits: FloatArray, wanted: SamplingInput) -> FloatArray:
-    """A float64 copy of `logits` [vocab] with the tokens that are allowed alone, the bias and the penalties."""
+    """Return a float64 copy of `logits` [vocab] with forbidden tokens ruled out, and bias and penalties applied."""
     params = wanted.params
     penalised = logits.astype(np.float64)  # [vocab]
     if params.allowed_token_ids is not None:
@@ -139,56 +141,56 @@ def penalise(logits: FloatArray, wanted: SamplingInput) -> FloatArray:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """What to draw from: the tokens kept, by increasing id, and the running sum of their weights."""
+    """A distribution to draw from: the tokens kept, by increasing id, and the running sum of their weights."""
 
     token_ids: NDArray[np.intp]
     """[kept]"""
     cumulative: FloatArray
-    """[kept], float64, not normalised: the last one is the sum of all."""
+    """[kept], float64, not normalised: the last one is the sum of all weights."""
 
     def at(self, u: float) -> int:
-        """The token on which `u`, in [0, 1), falls: the first whose running sum exceeds that share of the whole."""
+        """The token on which `u`, in [0, 1), falls: the first whose running sum exceeds the share `u` of the total."""
         return int(self.token_ids[np.searchsorted(self.cumulative, u * self.cumulative[-1], side="right")])
 
 
 def distribution(logits: FloatArray, params: SamplingParams) -> Distribution:
-    """Temperature and filters over `logits` [vocab], in float64."""
+    """Apply the temperature and the filters to `logits` [vocab], in float64."""
     wide = logits.astype(np.float64)  # [vocab]
-    with np.errstate(over="ignore"):  # a tiny temperature sends all but the likeliest to minus infinity, as it should
+    with np.errstate(over="ignore"):  # a tiny temperature sends all but the likeliest to minus infinity: correct
         scaled = (wide - wide.max()) / params.temperature  # [vocab], the likeliest is 0
     token_ids = np.flatnonzero(scaled >= smallest_kept(scaled, params))  # [kept]
     return Distribution(token_ids, np.cumsum(np.exp(scaled[token_ids])))
 
 
 def smallest_kept(scaled: FloatArray, params: SamplingParams) -> float:
-    """The threshold that the filters put on the scaled logits [vocab], of which the largest is 0."""
+    """Return the threshold that the filters set for the scaled logits [vocab]; the largest of these is 0."""
     threshold = math.log(params.min_p) if params.min_p > 0 else -math.inf
     if 0 < params.top_k < len(scaled):
         threshold = max(threshold, float(np.partition(scaled, -params.top_k)[-params.top_k]))
     if params.top_p < 1:
         candidates = scaled[scaled >= threshold]  # [candidates]
-        share = 1 - params.top_p  # of the probability: the least likely tokens that fit in it together may go
-        # Sorting is what costs. Against the likeliest's weight of 1, tokens below share / candidates each all fit in it
-        # together: no need to order them.
+        share = 1 - params.top_p  # of the probability: drop the least likely tokens that fit in it together
+        # Sorting is the slow part. Tokens whose weight is below share / candidates of the likeliest's weight, which is
+        # 1, fit into the share all together, so they need no sorting.
         light = candidates < math.log(share / len(candidates))  # [candidates]
         rising = np.sort(candidates[~light])  # [the others], least likely first
-        tail = np.exp(candidates[light]).sum() + np.cumsum(np.exp(rising))  # [the others]: itself and all less likely
+        tail = np.exp(candidates[light]).sum() + np.cumsum(np.exp(rising))  # [the others]: each and all less likely
         may_go = int(np.searchsorted(tail, share * tail[-1], side="right"))
         threshold = float(rising[min(may_go, len(rising) - 1)])  # the likeliest stays
     return threshold
 
 
 def largest(values: FloatArray, count: int) -> NDArray[np.intp]:
-    """The indices of the `count` largest of `values` [n] (of all, if fewer): largest first, lowest index on ties."""
+    """Indices of the `count` largest (or all) of `values` [n], largest first; ties go to the lower index."""
     count = min(count, len(values))
     if count == 0:
         return np.zeros(0, dtype=np.intp)
-    candidates = np.flatnonzero(values >= np.partition(values, -count)[-count])  # [count or more, where some tie]
+    candidates = np.flatnonzero(values >= np.partition(values, -count)[-count])  # [count, or more on ties]
     return candidates[np.argsort(-values[candidates], kind="stable")[:count]]  # [count]
 
 
 def likeliest_token(logits: FloatArray) -> int:
-    """The lowest id among the largest of a model's logits [vocab]. Raises BadLogits if that is not finite."""
+    """Return the lowest id among the largest logits [vocab] of a row. Raises BadLogits if that logit is not finite."""
     token_id = int(np.argmax(logits))  # argmax stops at the first NaN, if there is one
     if error := why_no_peak(token_id, float(logits[token_id])):
         raise BadLogits(error)
@@ -196,7 +198,7 @@ def likeliest_token(logits: FloatArray) -> int:
 
 
 def uniform(seed: int, stream: int, position: int) -> float:
-    """A number in [0, 1) with 53 random bits: 27 from the first word of Philox, 26 from the second."""
+    """Return a number in [0, 1) with 53 random bits: 27 from the first word of Philox, 26 from the second."""
     first, second, _, _ = philox((position, stream, 0, 0), (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
     return ((first >> 5) * 2**26 + (second >> 6)) / 2**53
 

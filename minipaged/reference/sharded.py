@@ -1,19 +1,19 @@
-"""A Llama in parts: tensor and pipeline parallelism in one process, with the sums spelled out (paper, section 4.6).
+"""A Llama in parts: tensor and pipeline parallelism in one process, with every sum written out (paper, section 4.6).
 
-A model too large for one device is shared out (`models/shards.py`). Each *rank* is a `Llama` of its own with fewer
-heads, fewer columns of the MLP, or fewer layers: it has its part of the weights, and a KV cache of its KV heads.
+A model too large for one device is split (`models/shards.py`). Each *rank* is a `Llama` of its own with fewer heads,
+fewer MLP columns or fewer layers. It has its part of the weights, and a KV cache for its KV heads.
 
     embedding    a rank has the rows of some tokens, and zeros for all others             x = sum over ranks
     attention    whole heads; its columns of o bring them back to the hidden size         x = x + sum over ranks
     MLP          its columns of gate and up, so its columns of down                       x = x + sum over ranks
     head         the logits of some tokens                                                one after another
 
-So what ranks exchange in a layer are two sums (Megatron-LM, section 3), and what stages exchange is x. Everything else
-each rank does by itself, with the same step: there is one scheduler and one block table, and block 7 is block 7 in
-every cache. That is why all ranks are sent the same step, and none of them ever asks another for a block.
+In each layer, ranks exchange two sums (Megatron-LM, section 3). Stages exchange x. Each rank does everything else by
+itself, from the same step: there is one scheduler and one block table, and block 7 is block 7 in every cache. Therefore
+all ranks receive the same step, and no rank ever requests a block from another.
 
-Where ranks are processes, a sum is an exchange of messages. Here it is a sum. It goes in the order of the ranks: added
-in another order, floats come out different in the last bits.
+If ranks are processes, a sum is an exchange of messages. Here it is an ordinary sum. It is taken in the order of the
+ranks, because floats added in another order differ in the last bits.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ NOT_HANDED_OVER = "each rank has a part of every block; blocks are handed over b
 
 
 class ShardedLlama(Llama):
-    """Runs steps on all ranks of all stages. The logits are the whole model's, up to rounding."""
+    """Runs steps on all ranks of all stages. The logits equal the whole model's, up to rounding."""
 
     def __init__(
         self, config: ModelConfig, shards: Sequence[Sequence[Shard]], stages: Sequence[Sequence[Llama]]
     ) -> None:
-        """`config`: the whole model's. `shards`, `stages`: of each stage, of each of its ranks."""
-        first = stages[0][0]  # of which the size of a block is asked, and the type that is computed in
+        """`config`: of the whole model. `shards` and `stages`: for each stage, a list with one entry per rank."""
+        first = stages[0][0]  # it gives the block size and the dtype
         super().__init__(config, first.weights, first.kv_cache)
         self.shards = shards
         self.stages = stages
 
     def forward(self, batch: Batch) -> Array:
-        """Logits [rows that want them, vocab_size] after the last query token of each row."""
+        """Return the logits [rows that want them, vocab_size] after the last query token of each row."""
         tokens = flatten(batch, self.kv_cache.block_size)
         rotation = rotary_tables(tokens.positions, self.inverse_frequencies, self.dtype)
         x = self._embed(tokens.ids)  # [tokens, hidden]
-        for ranks in self.stages:  # x is all that one stage hands to the next
+        for ranks in self.stages:  # a stage passes only x to the next
             for i in range(ranks[0].config.num_hidden_layers):
                 before, after = (f"model.layers.{i}.{place}_layernorm" for place in ("input", "post_attention"))
                 x = x + total(rank._attention(i, rank._norm(before, x), tokens, rotation) for rank in ranks)
@@ -74,14 +74,14 @@ class ShardedLlama(Llama):
         return np.concatenate([rank._logits(x) for rank in self.stages[-1]], axis=1)  # [rows, vocab]
 
     def move(self, moves: BlockMoves) -> None:
-        """The same blocks in every cache."""
+        """Make the same moves in every cache."""
         if moves.load:
             raise NotImplementedError(NOT_HANDED_OVER)
         for rank in self._ranks:
             carry(rank.kv_cache, moves)
 
     def read_blocks(self, blocks: Sequence[int]) -> list[bytes]:
-        """Not here: a `Llama`'s would be those of the first rank."""
+        """Raise NotImplementedError: the inherited method would read only the first rank's part of each block."""
         raise NotImplementedError(NOT_HANDED_OVER)
 
     @property
@@ -90,7 +90,7 @@ class ShardedLlama(Llama):
 
     @cached_property
     def _costs(self) -> Costs:
-        """A block is a copy in each cache, one after another."""
+        """Costs with one copy of each block per cache, made one after another."""
         probes = [
             [Llama(rank.config, rank.weights, probe_cache(rank.kv_cache)) for rank in each] for each in self.stages
         ]
@@ -100,5 +100,5 @@ class ShardedLlama(Llama):
 
 
 def total(parts: Iterable[Array]) -> Array:
-    """The sum over ranks, in their order."""
+    """Return the sum over ranks, in their order."""
     return reduce(np.add, parts)

@@ -1,9 +1,9 @@
-"""A run, followed from its events alone: one fold of them into state, and one teller of what happened.
+"""A run, reconstructed from its events alone.
 
-state.py      queues, block tables, reference counts, tokens: what the engine had after any number of events
-timeline.py   the events of a run, and moving through them, forwards and back
-teller.py     what an event did and why: as a line for who watches, as sentences for who reads
+state.py      the engine's state after any number of events: queues, block tables, reference counts, tokens
+timeline.py   the events of a run, with steps forward and back
+teller.py     descriptions of an event and its reason: a line for a live display, or sentences for a page
 recorded.py   a run that was written to a file
 
-Whoever shows a run takes it from here. Nothing asks an engine for anything, and all of it is plain Python.
+Everything that shows a run uses this package. It never calls an engine, and it is plain Python.
 """

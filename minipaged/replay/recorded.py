@@ -1,4 +1,4 @@
-"""A run that was written to a file (`minipaged generate --events FILE`), read back and followed to its end."""
+"""Reads a run from the file that `minipaged generate --events FILE` wrote, and checks its events."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from minipaged.replay.teller import tell
 from minipaged.replay.timeline import Timeline
 
 LARGEST = 10**7
-"""Of any size that a run may begin with: what is larger, nobody could draw."""
+"""The largest size that a run may start with. A larger pool or block could not be drawn."""
 
 
 def read_run(path: Path) -> Timeline:
-    """The events of a file, followed to their end. Raises InvalidRequest where they do not follow from each other."""
+    """Read the events of a file into a timeline, at its end. Raises InvalidRequest for an event that is not possible
+    after the ones before it."""
     timeline, number = Timeline(keep=sys.maxsize), 0
     try:
         with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):  # noqa: B007  (an error tells it)
+            for number, line in enumerate(lines, start=1):  # noqa: B007  (used in error messages)
                 if not line.strip():
                     continue
                 event = from_json(line)

@@ -1,17 +1,17 @@
-"""The state of a run, folded from the engine's events alone.
+"""The state of a run, computed from the engine's events alone.
 
-The engine is never asked: it says what happens, and whoever follows its events from the first on knows every queue,
-block table and reference count (paper, Figs. 6 and 8). So any run can be drawn, also one that was written to a file.
+The events of a run, from the first one on, determine every queue, block table and reference count (paper, Figs. 6 and
+8). The engine itself is never asked, so a run can also be drawn from a file.
 
-`State` is what the engine had after some number of events; `apply` follows one more.
+`State` is the engine's state after some number of events. `apply` advances it by one event.
 
-A request is in one of three queues, as are its sequences:
+A request, with all its sequences, is in one of three queues:
 
-    waiting     new, or preempted and to be recomputed: its sequences hold nothing
+    waiting     new, or preempted for recomputation: its sequences hold no blocks
     running     its sequences hold device blocks
-    swapped     preempted, its sequences hold host blocks (section 4.5)
+    swapped     preempted: its sequences hold host blocks (section 4.5)
 
-An event costs no more than the blocks it names, however many sequences there are.
+The cost of an event depends on the number of blocks it names, and not on the number of sequences.
 """
 
 from __future__ import annotations
@@ -23,67 +23,43 @@ from dataclasses import dataclass, field
 from string import ascii_lowercase, ascii_uppercase
 from typing import Literal
 
-from minipaged.events import (
-    BlockCached,
-    BlockCopied,
-    BlockDeduplicated,
-    BlockEvicted,
-    BlocksFreed,
-    BlocksLoaded,
-    BlocksStored,
-    EngineStarted,
-    Event,
-    PrefixReused,
-    RequestAdmitted,
-    RequestArrived,
-    RequestFinished,
-    RequestPreempted,
-    RequestRefused,
-    SequenceFinished,
-    SequenceForked,
-    StepFailed,
-    StepFinished,
-    StepStarted,
-    SwappedIn,
-    SwappedOut,
-    TokenGenerated,
-    TokensComputed,
-)
+from minipaged import events as ev
+from minipaged.events import Event
 
 LETTERS = ascii_uppercase + ascii_lowercase
 NO_LETTER = "*"
-"""For the sequences that hold blocks when all letters are taken."""
+"""The label of a sequence that gets its first blocks when all letters are taken."""
 KEPT_REQUESTS = 8
-"""How many finished requests are remembered, so that their texts can still be read."""
+"""The number of finished requests that are kept, so that their texts can still be read."""
 RECENT_STEPS = 20
-"""Over how many steps tokens per second are taken."""
+"""The number of steps over which tokens per second are averaged."""
 
 
 @dataclass(eq=False, slots=True)
 class LiveSequence:
-    """One sequence: its tokens, and where their keys and values are."""
+    """One sequence: its tokens, and the blocks of their keys and values."""
 
     number: int
     request: LiveRequest
     prompt: tuple[int, ...]
     output: list[int] = field(default_factory=list)
     letter: str = ""
-    """What it is called, from when it first holds blocks."""
+    """The sequence's label, which it gets with its first blocks."""
     table: list[int] = field(default_factory=list)
-    """Its blocks in logical order; once it has ended, those that it gave back."""
+    """The block table, in logical order. After the sequence's end: the blocks that it gave back."""
     num_computed: int = 0
-    """Filled slots of the table."""
+    """The number of filled slots in the table's blocks."""
     swapped: bool = False
-    """Whether `table` holds numbers of host blocks."""
+    """Whether the blocks in `table` are host blocks."""
     ended: str | None = None
-    """The reason, once it has finished."""
+    """Why the sequence ended; None while it runs."""
 
     @property
     def tokens(self) -> list[int]:
         return [*self.prompt, *self.output]
 
     def tokens_in(self, logical_block: int, block_size: int) -> tuple[int, ...]:
-        """Those whose slots are in one block of its table, as far as they are filled and known."""
+        """Return the tokens in one block of the table, without slots that are empty or whose token is unknown."""
         start, stop = logical_block * block_size, min(self.num_computed, (logical_block + 1) * block_size)
         after = len(self.prompt)
         return (*self.prompt[start:stop], *self.output[max(0, start - after) : max(0, stop - after)])
@@ -91,54 +67,56 @@ class LiveSequence:
 
 @dataclass(eq=False, slots=True)
 class LiveRequest:
-    """One request and its sequences."""
+    """A request and its sequences."""
 
     name: str
     order: int
-    """Of arrival."""
+    """The request's number in order of arrival."""
     prompt: tuple[int, ...]
     queue: Literal["waiting", "running", "swapped"] = "waiting"
     sequences: list[LiveSequence] = field(default_factory=list)
-    """Those that go on."""
+    """The sequences that have not ended."""
     done: list[LiveSequence] = field(default_factory=list)
-    """Those that have ended, without the beams that were dropped."""
+    """The sequences that have ended, without dropped beams."""
     preempted: bool = False
-    """Whether it was preempted and is not back yet."""
+    """Whether the request was preempted and has not resumed yet."""
     joining: bool = False
-    """Whether it was just admitted for the first time, and has computed nothing."""
+    """Whether the request was just admitted for the first time, and has computed nothing yet."""
 
 
 @dataclass(slots=True)
 class PoolState:
-    """The blocks of one memory: who holds each, and how full it is. Blocks that nobody holds are in no dict."""
+    """The blocks of one pool: which sequences hold each, and how full it is."""
 
     num_blocks: int
     holders: dict[int, list[int]] = field(default_factory=dict)
-    """Block -> the numbers of the sequences whose tables hold it."""
+    """Block -> the numbers of the sequences whose tables hold it. Blocks without holders are left out."""
     filled: dict[int, int] = field(default_factory=dict)
-    """Block -> its filled slots."""
+    """Block -> the number of its filled slots. Blocks without holders are left out."""
     num_filled: int = 0
-    """Filled slots of all held blocks."""
+    """The number of filled slots over all held blocks."""
     last_request: dict[int, str] = field(default_factory=dict)
-    """Block -> the request that gave it back last."""
+    """Block -> the last request to give it back."""
     most_used: int = 0
+    """The largest number of blocks held at one time."""
     highest: int = -1
-    """The highest block ever held."""
+    """The highest block number ever held."""
 
     def hold(self, block: int, sequence: LiveSequence, filled: int) -> None:
-        """One more table entry names the block."""
+        """Note that a sequence's table holds the block once more. `filled`: the number of the block's filled slots."""
         self.holders.setdefault(block, []).append(sequence.number)
         self.highest = max(self.highest, block)
         self.most_used = max(self.most_used, len(self.holders))
         self.fill(block, filled)
 
     def fill(self, block: int, filled: int) -> None:
-        """The block has so many filled slots now."""
+        """Set the number of filled slots of a block."""
         self.num_filled += filled - self.filled.get(block, 0)
         self.filled[block] = filled
 
     def release(self, block: int, sequence: LiveSequence) -> None:
-        """One table entry less. Of the last holder of all, the name is kept."""
+        """Note that a sequence's table holds the block once less. With the last holder gone, keep the request's name in
+        `last_request`."""
         holders = self.holders[block]
         holders.remove(sequence.number)
         if not holders:
@@ -160,7 +138,7 @@ class PoolState:
 
 @dataclass(slots=True)
 class State:
-    """Everything that is known after some number of events."""
+    """The engine's state after some number of events."""
 
     block_size: int = 1
     max_model_len: int = 1
@@ -168,49 +146,49 @@ class State:
     device: PoolState = field(default_factory=lambda: PoolState(0))
     host: PoolState = field(default_factory=lambda: PoolState(0))
     cached: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Device blocks that the prefix cache holds, beside the sequences that do, and the tokens in them."""
+    """Device blocks that the prefix cache holds -> the tokens in them. Sequences may hold them too."""
     requests: dict[str, LiveRequest] = field(default_factory=dict)
     sequences: dict[int, LiveSequence] = field(default_factory=dict)
     waiting: list[LiveRequest] = field(default_factory=list)
-    """In order of arrival; those that are swapped out among them, as in the engine."""
+    """The waiting requests, in order of arrival. As in the engine, the swapped requests are among them."""
     running: list[LiveRequest] = field(default_factory=list)
     num_swapped: int = 0
-    """How many of the waiting are swapped out."""
+    """The number of requests in `waiting` that are swapped out."""
     finished: deque[LiveRequest] = field(default_factory=lambda: deque(maxlen=KEPT_REQUESTS))
-    """The last few, which change no more."""
+    """The last few finished requests, which no longer change."""
     forks: list[tuple[LiveSequence, LiveSequence]] = field(default_factory=list)
-    """Parent and child, of this step."""
+    """(parent, child) of each fork in this step."""
     dropped: dict[int, tuple[LiveSequence, tuple[int, ...]]] = field(default_factory=dict)
-    """Beams dropped in this step, with the blocks that they gave back."""
+    """Beams dropped in this step, each with the blocks that it gave back."""
     contiguous_tokens: int = 0
-    """Tokens of all sequences on the device, each counted with its whole context: nothing is shared."""
+    """The number of tokens of all sequences on the device, if no token were shared."""
     num_on_device: int = 0
-    """Sequences that hold device blocks: a contiguous cache would have reserved room for each."""
+    """The number of sequences that hold device blocks. A contiguous cache would reserve room for each."""
     num_arrived: int = 0
     num_generated: int = 0
     most_sequences: int = 0
-    """In the largest batch."""
+    """The number of sequences in the largest batch."""
     counts: Counter[str] = field(default_factory=Counter)
-    """How often each kind of event occurred, and how many blocks or tokens some were about."""
+    """The number of events of each kind, and the number of blocks or tokens that some kinds were about."""
     recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
-    """Seconds of the last steps, and the tokens generated by then."""
+    """(seconds, total tokens generated at its end) of each of the last steps."""
     letters: deque[str] = field(default_factory=lambda: deque(LETTERS))
-    """Those that are free. The one that was freed first is taken next, so that a letter seldom changes hands."""
+    """The free letters. The one freed first is taken next, so that a letter is not reused soon."""
 
-    # --- What can be read off ---------------------------------------------------------------------
+    # --- Derived figures --------------------------------------------------------------------------
 
     def ref_count(self, block: int) -> int:
-        """Of a device block: table entries, and the prefix cache."""
+        """Return a device block's reference count: its table entries, plus one if it is in the prefix cache."""
         return len(self.device.holders.get(block, ())) + (block in self.cached)
 
     @property
     def num_cached_only(self) -> int:
-        """Blocks that nobody but the prefix cache holds: they count as room."""
+        """The number of blocks that only the prefix cache holds. They can be evicted to make room."""
         return len(self.cached) - sum(block in self.device.holders for block in self.cached)
 
     @property
     def num_free(self) -> int:
-        """Device blocks that nobody holds, the prefix cache included."""
+        """The number of device blocks that neither a sequence nor the prefix cache holds."""
         return self.device.num_blocks - len(self.device.holders) - self.num_cached_only
 
     @property
@@ -218,7 +196,7 @@ class State:
         return [request for request in self.waiting if request.queue == "swapped"]
 
     def tokens_per_second(self) -> float | None:
-        """Over the last steps; None before there are two."""
+        """Return the tokens generated per second, averaged over the last steps; None before there are two."""
         if len(self.recent) < 2:
             return None
         seconds = sum(seconds for seconds, _ in self.recent) - self.recent[0][0]
@@ -227,82 +205,82 @@ class State:
     def _pool_of(self, sequence: LiveSequence) -> PoolState:
         return self.host if sequence.swapped else self.device
 
-    # --- One event more ---------------------------------------------------------------------------
+    # --- Applying an event ------------------------------------------------------------------------
 
     def apply(self, event: Event) -> None:
-        """Follow one event. They must come in order, from the first. Raises LookupError or ValueError if they do not.
+        """Advance the state by one event. The first event of a run (EngineStarted) resets the state.
 
-        The first event of another run starts everything anew.
+        Events must come in order, from the first. Raises LookupError or ValueError if they do not.
         """
         self.counts[event.name] += 1
         match event:
-            case TokensComputed():
+            case ev.TokensComputed():
                 self._extend(self.sequences[event.sequence], event)
-            case TokenGenerated():
+            case ev.TokenGenerated():
                 self.sequences[event.sequence].output.append(event.token_id)
                 self.num_generated += 1
-            case StepStarted():
+            case ev.StepStarted():
                 self.step = event.step
                 self.forks, self.dropped = [], {}
-            case StepFinished():
+            case ev.StepFinished():
                 self.most_sequences = max(self.most_sequences, event.num_sequences)
                 self.recent.append((event.seconds, self.num_generated))
-            case BlockCopied():
+            case ev.BlockCopied():
                 self._copy(event)
-            case BlocksFreed():
+            case ev.BlocksFreed():
                 self._give_back(self.sequences[event.sequence], event.blocks)
-            case SequenceForked():
+            case ev.SequenceForked():
                 self._fork(event)
-            case SequenceFinished():
+            case ev.SequenceFinished():
                 self._end(self.sequences[event.sequence], event.reason)
-            case BlockCached():
+            case ev.BlockCached():
                 self._cache(self.sequences[event.sequence], event)
-            case BlockEvicted():
+            case ev.BlockEvicted():
                 self._evict(event.block)
-            case BlockDeduplicated():
+            case ev.BlockDeduplicated():
                 self._deduplicate(event)
-            case PrefixReused():
+            case ev.PrefixReused():
                 self._reuse(self.sequences[event.sequence], event)
-            case BlocksLoaded():
+            case ev.BlocksLoaded():
                 self._load(self.sequences[event.sequence], event.blocks)
-            case BlocksStored():
+            case ev.BlocksStored():
                 self.counts["blocks stored"] += len(event.blocks)
             case _:
                 self._apply_to_request(event)
 
     def _apply_to_request(self, event: Event) -> None:
         match event:
-            case EngineStarted():
+            case ev.EngineStarted():
                 self.__init__()  # type: ignore[misc]
                 self.device, self.host = PoolState(event.num_blocks), PoolState(event.num_swap_blocks)
                 self.block_size, self.max_model_len = event.block_size, event.max_model_len
                 self.counts[event.name] += 1
-            case RequestArrived():
+            case ev.RequestArrived():
                 self._arrive(event)
-            case RequestAdmitted():
+            case ev.RequestAdmitted():
                 self._start(self.requests[event.request])
                 self.requests[event.request].joining = not self.requests[event.request].preempted
-            case RequestPreempted():
+            case ev.RequestPreempted():
                 self._stop(self.requests[event.request])
                 self.counts[f"preempted by {event.mode}"] += 1
-            case SwappedOut():
+            case ev.SwappedOut():
                 self._move(event.request, event.pairs, to_host=True)
                 self.counts["blocks swapped out"] += len(event.pairs)
-            case SwappedIn():
+            case ev.SwappedIn():
                 self._move(event.request, event.pairs, to_host=False)
                 self._start(self.requests[event.request])
                 self.counts["blocks swapped in"] += len(event.pairs)
-            case RequestFinished():
+            case ev.RequestFinished():
                 self._finish(event.request)
-            case StepFailed():
+            case ev.StepFailed():
                 for name in event.requests:
                     self._recover(self.requests[name])
-            case RequestRefused():
+            case ev.RequestRefused():
                 pass
 
     # --- Queues -----------------------------------------------------------------------------------
 
-    def _arrive(self, event: RequestArrived) -> None:
+    def _arrive(self, event: ev.RequestArrived) -> None:
         prompt = event.prompt_token_ids
         request = LiveRequest(event.request, self.num_arrived, prompt)
         sequence = LiveSequence(event.sequence, request, prompt)
@@ -325,7 +303,7 @@ class State:
         request.preempted = True
 
     def _recover(self, request: LiveRequest) -> None:
-        """A step has failed: its blocks are gone, also those on the host."""
+        """Put a request back to waiting after a failed step. Its device and host blocks are lost."""
         if request.queue == "running":
             self._stop(request)
         elif request.queue == "swapped":
@@ -344,7 +322,7 @@ class State:
         if not sequence.letter:
             sequence.letter = self.letters.popleft() if self.letters else NO_LETTER
 
-    def _fork(self, event: SequenceForked) -> None:
+    def _fork(self, event: ev.SequenceForked) -> None:
         parent = self.sequences[event.parent]
         child = LiveSequence(event.child, parent.request, parent.prompt, [*parent.output], swapped=parent.swapped)
         self._name(child)
@@ -354,7 +332,7 @@ class State:
         self.forks.append((parent, child))
 
     def _end(self, sequence: LiveSequence, reason: str) -> None:
-        """Its blocks are given back next, if it holds any; then nothing is left of it."""
+        """Mark a sequence as ended. It is forgotten when it has given back its blocks; now, if it holds none."""
         sequence.ended = reason
         if reason == "dropped":
             self.dropped[sequence.number] = (sequence, ())
@@ -371,7 +349,7 @@ class State:
 
     # --- Block tables -----------------------------------------------------------------------------
 
-    def _extend(self, sequence: LiveSequence, event: TokensComputed) -> None:
+    def _extend(self, sequence: LiveSequence, event: ev.TokensComputed) -> None:
         self.counts["tokens computed"] += event.num_tokens - sequence.num_computed
         self.counts["tokens recomputed"] += event.recomputed
         self._grow(sequence, event.num_tokens, event.new_blocks)
@@ -391,19 +369,19 @@ class State:
         sequence.num_computed = num_tokens
         for block in new_blocks:
             self.device.hold(block, sequence, 0)
-        # A faulty table may have fewer blocks than tokens: they are followed, too.
+        # A faulty allocator can leave the table with too few blocks for its tokens. Such a run is followed too.
         for logical in range(start // size, min(len(sequence.table), -(-num_tokens // size))):
             self.device.fill(sequence.table[logical], min(size, num_tokens - logical * size))
 
-    def _reuse(self, sequence: LiveSequence, event: PrefixReused) -> None:
+    def _reuse(self, sequence: LiveSequence, event: ev.PrefixReused) -> None:
         if sequence.table:
-            raise ValueError(f"the table of sequence {sequence.number} begins already, with {sequence.table}")
+            raise ValueError(f"the table of sequence {sequence.number} already holds blocks {sequence.table}")
         self._name(sequence)
         self._adopt(sequence, list(event.blocks), len(event.blocks) * self.block_size)
         if event.source == "cache":
             self.counts["tokens found in cache"] += len(event.blocks) * self.block_size
 
-    def _copy(self, event: BlockCopied) -> None:
+    def _copy(self, event: ev.BlockCopied) -> None:
         if self.ref_count(event.source) != event.holders:
             raise ValueError(
                 f"block {event.source} has {self.ref_count(event.source)} holders before the copy, not {event.holders}"
@@ -411,7 +389,7 @@ class State:
         self._replace(event.sequence, event.logical_block, event.source, event.destination)
 
     def _adopt(self, sequence: LiveSequence, blocks: list[int], num_computed: int) -> None:
-        """An empty table begins with blocks that others hold, or the prefix cache."""
+        """Start an empty table with blocks that another sequence or the prefix cache holds."""
         sequence.table, sequence.num_computed = [*blocks], num_computed
         pool = self._pool_of(sequence)
         for logical, block in enumerate(blocks):
@@ -421,7 +399,7 @@ class State:
             self.contiguous_tokens += num_computed
 
     def _replace(self, number: int, logical: int, old: int, new: int) -> None:
-        """One entry of a table names another block with the same content."""
+        """Replace a table entry by another block with the same content."""
         sequence = self.sequences[number]
         self._check_entry(sequence, logical, old)
         filled = self.device.filled[old]
@@ -452,7 +430,7 @@ class State:
             sequence.table, sequence.num_computed, sequence.swapped = [], 0, False
 
     def _move(self, name: str, pairs: Iterable[tuple[int, int]], *, to_host: bool) -> None:
-        """Relocate all tables of a request; a block that they share is moved once and stays shared."""
+        """Move all blocks of a request to the other pool. `pairs` maps old to new; a shared block stays shared."""
         request, new = self.requests[name], dict(pairs)
         source, target = (self.device, self.host) if to_host else (self.host, self.device)
         for sequence in request.sequences:
@@ -475,11 +453,11 @@ class State:
 
     # --- The prefix cache -------------------------------------------------------------------------
 
-    def _cache(self, sequence: LiveSequence, event: BlockCached) -> None:
+    def _cache(self, sequence: LiveSequence, event: ev.BlockCached) -> None:
         self._check_entry(sequence, event.logical_block, event.block)
         self.cached[event.block] = sequence.tokens_in(event.logical_block, self.block_size)
 
-    def _deduplicate(self, event: BlockDeduplicated) -> None:
+    def _deduplicate(self, event: ev.BlockDeduplicated) -> None:
         if event.cached not in self.cached:
             raise ValueError(f"block {event.cached} is not in the prefix cache")
         self._replace(event.sequence, event.logical_block, event.own, event.cached)
@@ -487,14 +465,14 @@ class State:
     def _evict(self, block: int) -> None:
         if self.ref_count(block) != 1:
             raise ValueError(
-                f"block {block} has {self.ref_count(block)} holders; only what nobody else holds is evicted"
+                f"block {block} has {self.ref_count(block)} holders; only a block with no other holder is evicted"
             )
         del self.cached[block]
 
-    # --- A copy to come back to -------------------------------------------------------------------
+    # --- Copies -----------------------------------------------------------------------------------
 
     def copy(self) -> State:
-        """The same state, which later events do not change."""
+        """Return a copy that later events do not change."""
         requests: dict[str, LiveRequest] = {}
         sequences: dict[int, LiveSequence] = {}
         for name, old in self.requests.items():
@@ -510,7 +488,7 @@ class State:
             requests[name] = new
 
         def same(sequence: LiveSequence) -> LiveSequence:
-            return sequences.get(sequence.number, sequence)  # one that has ended changes no more
+            return sequences.get(sequence.number, sequence)  # a sequence that has ended does not change, and is shared
 
         return State(
             self.block_size,
@@ -543,8 +521,8 @@ def _order(request: LiveRequest) -> int:
 
 
 def _take(queue: list[LiveRequest], request: LiveRequest) -> None:
-    """Remove the request from a queue, which is in order of arrival."""
+    """Remove a request from a queue that is sorted by arrival. Raises ValueError if it is not there."""
     place = bisect_left(queue, request.order, key=_order)
     if place == len(queue) or queue[place] is not request:
-        raise ValueError(f"request {request.name} is not where this event says")
+        raise ValueError(f"request {request.name} is not in the queue that this event takes it from")
     del queue[place]

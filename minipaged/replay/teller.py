@@ -1,11 +1,11 @@
-"""What just happened and why, in plain English. Whoever tells takes the state before an event, and the event.
+"""Describes an event in plain English, from the event and the state before it.
 
-`tell` is for who watches: a line, and which blocks it is about. Sequences are called by their letters, as the demo
-draws them. Some things take many events: which beams of a search go on is known only when its step has finished, so
-`StepFinished` tells it for all of them.
+`tell` returns a line for a live display, and the blocks that the line is about. It names sequences by their letters, as
+the demo draws them. Some lines sum up many events: which beams of a search continue is known only when the step has
+finished, so the line for `StepFinished` names all of them.
 
-`explain` is for who steps through a run, event by event, and reads: whole sentences. Its letters go by the sequences'
-numbers, as a page keeps all of them in sight; the demo's are given again when a sequence has gone.
+`explain` returns whole sentences for a page that steps through a run. It derives letters from sequence numbers, because
+a page keeps all sequences in view. The demo reuses the letter of a sequence that is gone.
 """
 
 from __future__ import annotations
@@ -15,34 +15,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from minipaged.events import (
-    BeamFinished,
-    BlockCached,
-    BlockCopied,
-    BlockDeduplicated,
-    BlockEvicted,
-    BlocksFreed,
-    BlocksLoaded,
-    BlocksStored,
-    EngineStarted,
-    Event,
-    PrefixReused,
-    RequestAdmitted,
-    RequestArrived,
-    RequestFinished,
-    RequestPreempted,
-    RequestRefused,
-    SequenceFinished,
-    SequenceForked,
-    StepFailed,
-    StepFinished,
-    StepScheduled,
-    StepStarted,
-    SwappedIn,
-    SwappedOut,
-    TokenGenerated,
-    TokensComputed,
-)
+from minipaged import events as ev
+from minipaged.events import Event
 from minipaged.replay.state import LiveRequest, LiveSequence, State
 
 Topic = Literal[
@@ -51,7 +25,7 @@ Topic = Literal[
     "preempt", "swap", "return", "fail", "load", "store",
 ]  # fmt: skip
 Words = Callable[[int], str]
-"""The text of a token id."""
+"""Returns the text of a token id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,51 +33,52 @@ class Sentence:
     topic: Topic
     text: str
     blocks: tuple[int, ...] = ()
-    """The device blocks that it is about."""
+    """The device blocks that the text is about."""
     host_blocks: tuple[int, ...] = ()
+    """The host blocks that the text is about."""
 
 
 def tell(state: State, event: Event, words: Words | None = None) -> Sentence | None:
-    """The sentence for an event that is about to change `state`. None: there is nothing to say of it."""
+    """Return a sentence about an event that is about to change `state`; None if the event has no sentence."""
     match event:
-        case TokensComputed():
+        case ev.TokensComputed():
             return _tell_computed(state, state.sequences[event.sequence], event)
-        case TokenGenerated():
+        case ev.TokenGenerated():
             sequence = state.sequences[event.sequence]
             return Sentence("token", f"{name(sequence)} goes on with {_word(event.token_id, words)}")
-        case StepStarted():
+        case ev.StepStarted():
             running = _some(_names(state.running))
             return Sentence("step", f"step {event.step} begins" + (f" with {running} running" if running else ""))
-        case StepFinished():
+        case ev.StepFinished():
             return _tell_forks(state)
-        case BlockCopied():
+        case ev.BlockCopied():
             return _tell_copy(state, event)
-        case BlocksFreed():
+        case ev.BlocksFreed():
             return _tell_freed(state, state.sequences[event.sequence], event.blocks)
-        case SequenceForked():
+        case ev.SequenceForked():
             return _tell_fork(state, state.sequences[event.parent])
-        case SequenceFinished():
+        case ev.SequenceFinished():
             return _tell_end(state.sequences[event.sequence], event.reason)
-        case PrefixReused():
+        case ev.PrefixReused():
             return _tell_prefix(state, state.sequences[event.sequence], event)
-        case BlockCached():
+        case ev.BlockCached():
             text = f"block {event.block} is full: the prefix cache holds it too now, so that others can find it"
             return Sentence("cache", text, (event.block,))
-        case BlockDeduplicated():
+        case ev.BlockDeduplicated():
             text = f"block {event.own} has the content of cached block {event.cached}: given back"
             return Sentence("same", text, (event.own, event.cached))
-        case BlockEvicted():
+        case ev.BlockEvicted():
             text = f"room is needed: the prefix cache gives back block {event.block}, the one unused for longest"
             return Sentence("evict", text, (event.block,))
-        case BlocksLoaded():
+        case ev.BlocksLoaded():
             sequence = state.sequences[event.sequence]
             found = _count(len(event.blocks) * state.block_size, "token")
             text = f"request {sequence.request.name} has {found} from another engine, into {numbers(event.blocks)}"
             return Sentence("load", text, event.blocks)
-        case BlocksStored():
+        case ev.BlocksStored():
             owner = state.sequences[event.sequence].request.name
             return Sentence("store", f"{numbers(event.blocks)} of request {owner} left for other engines", event.blocks)
-        case BeamFinished():
+        case ev.BeamFinished():
             beam = name(state.sequences[event.sequence])
             text = f"{beam} followed by {_word(event.token_id, words)} is kept for the ranking, score {event.score:.2f}"
             return Sentence("keep", text)
@@ -112,31 +87,31 @@ def tell(state: State, event: Event, words: Words | None = None) -> Sentence | N
 
 def _tell_of_request(state: State, event: Event) -> Sentence | None:
     match event:
-        case EngineStarted():
+        case ev.EngineStarted():
             text = f"the engine starts with {_count(event.num_blocks, 'block')} of {_count(event.block_size, 'slot')}"
             return Sentence("start", text + ", all free")
-        case RequestArrived():
+        case ev.RequestArrived():
             prompt = _count(len(event.prompt_token_ids), "prompt token")
             return Sentence("arrive", f"request {event.request} arrives with {prompt}, and waits")
-        case RequestAdmitted():
+        case ev.RequestAdmitted():
             why = "there are blocks for all its tokens"
             return Sentence("admit", f"request {event.request} may run: {why}")
-        case RequestRefused():
+        case ev.RequestRefused():
             return Sentence("refuse", f"request {event.request} is refused: {event.reason}")
-        case RequestPreempted():
+        case ev.RequestPreempted():
             return _tell_preemption(state.requests[event.request], event)
-        case SwappedOut():
+        case ev.SwappedOut():
             hosts = tuple(host for _, host in event.pairs)
             names = _some(_names([state.requests[event.request]]))
             text = f"{numbers(block for block, _ in event.pairs)} of {names} are copied to host {numbers(hosts)}"
             return Sentence("swap", text, tuple(block for block, _ in event.pairs), hosts)
-        case SwappedIn():
+        case ev.SwappedIn():
             request = state.requests[event.request]
             text = f"{called(request)} is back: {_count(len(event.pairs), 'block')} copied in again, none computed"
             return Sentence("return", text, tuple(block for _, block in event.pairs))
-        case RequestFinished():
+        case ev.RequestFinished():
             return _tell_departure(state, state.requests[event.request], event)
-        case StepFailed():
+        case ev.StepFailed():
             lost = f"; {_requests(event.requests)} to be computed again" if event.requests else ""
             return Sentence("fail", f"step {event.step} failed with {event.error}{lost}")
     return None
@@ -145,7 +120,7 @@ def _tell_of_request(state: State, event: Event) -> Sentence | None:
 # --- Blocks ---------------------------------------------------------------------------------------
 
 
-def _tell_computed(state: State, sequence: LiveSequence, event: TokensComputed) -> Sentence:
+def _tell_computed(state: State, sequence: LiveSequence, event: ev.TokensComputed) -> Sentence:
     size, start = state.block_size, sequence.num_computed
     count = event.num_tokens - start
     blocks = event.new_blocks
@@ -168,12 +143,12 @@ def _tell_computed(state: State, sequence: LiveSequence, event: TokensComputed) 
 
 
 def _former_holders(state: State, blocks: Iterable[int]) -> str:
-    """Whose these blocks were last, if anybody's."""
+    """Name the requests that last held these blocks, in brackets; empty if there are none."""
     former = sorted({state.device.last_request[block] for block in blocks if block in state.device.last_request})
     return f" (once request {listed(former)}'s)" if former else ""
 
 
-def _tell_copy(state: State, event: BlockCopied) -> Sentence:
+def _tell_copy(state: State, event: ev.BlockCopied) -> Sentence:
     writer = state.sequences[event.sequence]
     others = [number for number in state.device.holders[event.source] if number != writer.number]
     rest = ""
@@ -187,7 +162,7 @@ def _tell_copy(state: State, event: BlockCopied) -> Sentence:
     return Sentence("copy", text, (event.source, event.destination))
 
 
-def _tell_prefix(state: State, sequence: LiveSequence, event: PrefixReused) -> Sentence:
+def _tell_prefix(state: State, sequence: LiveSequence, event: ev.PrefixReused) -> Sentence:
     found, wanted = len(event.blocks) * state.block_size, len(sequence.tokens)
     what = "prompt tokens" if not sequence.output else "tokens"
     where = "in the prefix cache" if event.source == "cache" else "with a sibling"
@@ -234,7 +209,7 @@ def _tell_end(sequence: LiveSequence, reason: str) -> Sentence:
 
 
 def _tell_forks(state: State) -> Sentence | None:
-    """What is known only at the end of a step: who of all the beams goes on, or how a prompt forked."""
+    """Sum up a step at its end: which beams of a search continue, or how a prompt was forked."""
     if state.dropped:
         held = sorted({block for _, blocks in state.dropped.values() for block in blocks})
         free = [block for block in held if block not in state.device.holders]
@@ -259,7 +234,7 @@ def _survival(state: State) -> str:
 # --- Requests -------------------------------------------------------------------------------------
 
 
-def _tell_preemption(request: LiveRequest, event: RequestPreempted) -> Sentence:
+def _tell_preemption(request: LiveRequest, event: ev.RequestPreempted) -> Sentence:
     what = {
         "swap": f"swap, {_count(event.num_blocks, 'block')} to the host",
         "recompute": f"recompute, {_count(event.num_tokens, 'token')} dropped",
@@ -270,90 +245,90 @@ def _tell_preemption(request: LiveRequest, event: RequestPreempted) -> Sentence:
     return Sentence("preempt", text, tuple(dict.fromkeys(blocks)))
 
 
-def _tell_departure(state: State, request: LiveRequest, event: RequestFinished) -> Sentence:
+def _tell_departure(state: State, request: LiveRequest, event: ev.RequestFinished) -> Sentence:
     ended = {"finished": "has finished", "aborted": "was cancelled", "failed": "has failed"}[event.reason]
     blocks = tuple(sorted({block for s in request.done if not s.swapped for block in s.table}))
     back = f" and gives back {numbers(blocks)}" if blocks else ""
     return Sentence("leave", f"{called(request)} {ended}{back}", blocks)
 
 
-# --- For who reads --------------------------------------------------------------------------------
+# --- Sentences for a page -------------------------------------------------------------------------
 
 
 def explain(state: State, event: Event, words: Words | None = None, doubted: Collection[int] = ()) -> str:
-    """What an event that is about to change `state` means, in whole sentences. `words` gives tokens as they are quoted.
-    `doubted`: the blocks of which an allocator, asked after the event, says something else than the events.
+    """Explain an event that is about to change `state`, in whole sentences.
 
-    Raises LookupError where the event does not follow from those before.
+    `words` returns the quoted text of a token. `doubted` holds the blocks for which the allocator, asked after the
+    event, contradicts the events. Raises LookupError if the event is not possible after the ones before it.
     """
     match event:
-        case EngineStarted():
+        case ev.EngineStarted():
             return (
                 f"The engine starts. Its pool has {_count(event.num_blocks, 'block')}, each with room for "
                 f"{_count(event.block_size, 'token')}; all are free."
             )
-        case StepStarted():
+        case ev.StepStarted():
             return f"Engine step {event.step} begins: the scheduler decides who runs."
-        case StepScheduled():
+        case ev.StepScheduled():
             held = f"running sequences: {event.num_sequences}; different blocks that they hold: {event.blocks_used}"
             return f"Engine step {event.step} is scheduled: {held}."
-        case StepFinished():
+        case ev.StepFinished():
             ran = f"{_count(event.num_query_tokens, 'token')} of {_count(event.num_sequences, 'sequence')}"
             return f"Engine step {event.step} is over: it ran {ran}."
-        case StepFailed():
+        case ev.StepFailed():
             many = "requests" if len(event.requests) > 1 else "request"
             lost = f"; {many} {listed(_lettered(state, name) for name in event.requests)} will be recomputed"
             return f"Engine step {event.step} failed with {event.error}{lost if event.requests else ''}."
-        case TokensComputed():
+        case ev.TokensComputed():
             return _explain_computed(state.sequences[event.sequence], event, state.block_size)
-        case BlockCopied():
+        case ev.BlockCopied():
             return (
                 f"Copy-on-write: sequence {letter(event.sequence)} is about to write into block {event.source}, which "
                 f"has {event.holders} holders. It gets a copy, block {event.destination}, and lets go of block "
                 f"{event.source}."
             )
-        case PrefixReused():
+        case ev.PrefixReused():
             where = "prefix cache" if event.source == "cache" else "by a sibling"
             return f"Sequence {letter(event.sequence)} begins with {_blocks(event.blocks)}, already computed ({where})."
-        case BlocksFreed():
+        case ev.BlocksFreed():
             return _explain_freed(state, state.sequences[event.sequence], event.blocks, doubted)
-        case BlockCached():
+        case ev.BlockCached():
             return f"Block {event.block} is full, so the prefix cache holds it too: a later prompt may begin with it."
-        case BlockDeduplicated():
+        case ev.BlockDeduplicated():
             return (
                 f"Sequence {letter(event.sequence)} computed what the prefix cache has already: it takes block "
                 f"{event.cached} and gives back its own, {event.own}."
             )
-        case BlockEvicted():
+        case ev.BlockEvicted():
             return f"The prefix cache lets go of block {event.block}, to make room."
-        case BlocksLoaded():
+        case ev.BlocksLoaded():
             are = "is" if len(event.blocks) == 1 else "are"
             return (
                 f"Another engine has computed more of sequence {letter(event.sequence)}: {_blocks(event.blocks)} {are} "
                 "taken from the free ones, and written with what it has left."
             )
-        case BlocksStored():
+        case ev.BlocksStored():
             return f"What is in {_blocks(event.blocks)} of sequence {letter(event.sequence)} is left for other engines."
     return _explain_sequence(state, event, words)
 
 
 def _explain_sequence(state: State, event: Event, words: Words | None) -> str:
     match event:
-        case SequenceForked():
+        case ev.SequenceForked():
             shared = _count(len(state.sequences[event.parent].table), "block")
             return (
                 f"Sequence {letter(event.child)} is forked from sequence {letter(event.parent)}: it shares {shared}, "
                 "and nothing is copied."
             )
-        case TokenGenerated():
+        case ev.TokenGenerated():
             token = _quoted(event.token_id, words)
             return (
                 f"The next token of sequence {letter(event.sequence)} is {token}. It is known, but its keys and values "
                 "are not in the cache yet."
             )
-        case SequenceFinished():
+        case ev.SequenceFinished():
             return f"Sequence {letter(event.sequence)} ends: {_WHY_IT_ENDS[event.reason]}."
-        case BeamFinished():
+        case ev.BeamFinished():
             return (
                 f"Sequence {letter(event.sequence)} followed by {_quoted(event.token_id, words)} is kept as a finished "
                 f"beam, with score {event.score:.3f}."
@@ -361,33 +336,33 @@ def _explain_sequence(state: State, event: Event, words: Words | None) -> str:
     return _explain_request(state, event)
 
 
-RequestEvent = RequestAdmitted | RequestPreempted | SwappedOut | SwappedIn | RequestFinished
+RequestEvent = ev.RequestAdmitted | ev.RequestPreempted | ev.SwappedOut | ev.SwappedIn | ev.RequestFinished
 
 
 def _explain_request(state: State, event: Event) -> str:
     match event:
-        case RequestArrived():
+        case ev.RequestArrived():
             prompt = _count(len(event.prompt_token_ids), "prompt token")
             several = f" and asks for {event.num_sequences} sequences" if event.num_sequences > 1 else ""
             named = _beside(event.request, [event.sequence])
             return f"Request {named} arrives with {prompt}{several}. It waits and holds no block."
-        case RequestRefused():
+        case ev.RequestRefused():
             return f"Request {event.request} is refused: {event.reason}."
-        case RequestAdmitted():
+        case ev.RequestAdmitted():
             return f"Request {_of(state, event)} is admitted: there are blocks for it, so it moves to running."
-        case RequestPreempted():
+        case ev.RequestPreempted():
             return (
                 f"The pool is {_count(event.blocks_short, 'block')} short, so request {_of(state, event)} is "
                 f"preempted ({event.mode}): it gives up {_count(event.num_blocks, 'block')} with "
                 f"{_count(event.num_tokens, 'token')}."
             )
-        case SwappedOut():
+        case ev.SwappedOut():
             copied = _count(len(event.pairs), "block")
             return f"Request {_of(state, event)} is swapped out: {copied} copied to the host."
-        case SwappedIn():
+        case ev.SwappedIn():
             copied = _count(len(event.pairs), "block")
             return f"Request {_of(state, event)} is swapped in: {copied} copied back, and it runs."
-        case RequestFinished():
+        case ev.RequestFinished():
             return f"Request {_of(state, event)} {'has' if event.reason == 'failed' else 'is'} {event.reason}."
     raise TypeError(f"{type(event).__name__} has no sentence")
 
@@ -401,7 +376,7 @@ _WHY_IT_ENDS = {
 }
 
 
-def _explain_computed(sequence: LiveSequence, event: TokensComputed, block_size: int) -> str:
+def _explain_computed(sequence: LiveSequence, event: ev.TokensComputed, block_size: int) -> str:
     needs = f"Sequence {letter(event.sequence)} needs {_count(event.num_tokens - sequence.num_computed, 'more slot')}"
     again = f" {_count(event.recomputed, 'token')} had been computed before." if event.recomputed else ""
     if event.new_blocks:
@@ -426,7 +401,7 @@ def _explain_freed(state: State, sequence: LiveSequence, blocks: tuple[int, ...]
 
 
 def _others_hold(state: State, sequence: LiveSequence, block: int) -> bool:
-    """Whether somebody beside the sequence holds one of its blocks."""
+    """Whether another sequence, or the prefix cache, also holds this block of the sequence."""
     if sequence.swapped:
         return len(state.host.holders[block]) > 1
     return state.ref_count(block) > 1
@@ -435,21 +410,22 @@ def _others_hold(state: State, sequence: LiveSequence, block: int) -> bool:
 # --- Words ----------------------------------------------------------------------------------------
 
 MOST_RUNS = 6
-"""Of neighbouring blocks, that a sentence names."""
+"""The largest number of runs of neighbouring blocks that a sentence lists."""
 
 
 def letter(number: int) -> str:
-    """What a sequence is called on a page, by its number: A to Z, AA, AB ..."""
+    """Return a sequence's letter on a page, from its number: A to Z, AA, AB ..."""
     return (letter(number // 26 - 1) if number >= 26 else "") + chr(ord("A") + number % 26)
 
 
 def name(sequence: LiveSequence) -> str:
-    """Its letter, or its number where there are too many for letters, or it never held a block."""
+    """Return a sequence's letter, or "sequence 17", with its number, if it has none. It has none if it never held a
+    block, or if all letters were taken."""
     return sequence.letter if sequence.letter.isalpha() else f"sequence {sequence.number}"
 
 
 def called(request: LiveRequest) -> str:
-    """A request, with the letters of its sequences: "request 3 (D)"."""
+    """Name a request with the letters of its sequences: "request 3 (D)"."""
     letters = [s.letter for s in request.sequences or request.done if s.letter.isalpha()]
     return f"request {request.name} ({_some(letters)})" if letters else f"request {request.name}"
 
@@ -459,7 +435,7 @@ def _of(state: State, event: RequestEvent) -> str:
 
 
 def _lettered(state: State, request: str) -> str:
-    """The name of a request, with the letters that its sequences have on a page: "3 (D, E)"."""
+    """Return a request's name with the letters that its sequences have on a page: "3 (D, E)"."""
     live = state.requests[request]
     return _beside(request, sorted(sequence.number for sequence in live.sequences or live.done))
 
@@ -470,13 +446,13 @@ def _beside(request: str, sequences: Iterable[int]) -> str:
 
 
 def numbers(blocks: Iterable[int]) -> str:
-    """Block numbers, runs of neighbours drawn together: "blocks 0-3, 7"."""
+    """List block numbers, with neighbours joined: "blocks 0-3, 7"."""
     blocks = list(blocks)
     return f"block{'' if len(blocks) == 1 else 's'} {blocks_only(blocks)}"
 
 
 def blocks_only(blocks: Iterable[int]) -> str:
-    """The same without the word."""
+    """List block numbers as `numbers` does, without the word "blocks"."""
     runs: list[list[int]] = []
     for block in blocks:
         if runs and block == runs[-1][1] + 1:
@@ -505,7 +481,7 @@ def _quoted(token_id: int, words: Words | None) -> str:
 
 
 def _blocks(blocks: Iterable[int]) -> str:
-    """Each of them: "blocks 0, 1 and 2"."""
+    """List each block number: "blocks 0, 1 and 2"."""
     blocks = list(blocks)
     return f"{'block' if len(blocks) == 1 else 'blocks'} {listed(blocks)}"
 
@@ -519,12 +495,12 @@ def _times(count: int) -> str:
 
 
 def listed(items: Iterable[object]) -> str:
-    """One after the other: "0, 1 and 2"."""
+    """Join items into a list: "0, 1 and 2"."""
     named = [str(item) for item in items]
     return f"{', '.join(named[:-1])} and {named[-1]}" if len(named) > 1 else "".join(named)
 
 
 def _some(items: Iterable[str], most: int = 8) -> str:
-    """As a list, of which only the first few are named. "" for none."""
+    """Join items into a list that names the first few and counts the rest; "" for no items."""
     items = list(items)
     return listed(items) if len(items) <= most else f"{', '.join(items[:most])} and {len(items) - most} more"

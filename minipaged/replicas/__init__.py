@@ -1,9 +1,9 @@
 """Several engines behind one endpoint (`minipaged serve --replicas N`).
 
-routing.py     who gets a request: plain Python, which knows no Ray
-ray_router.py  the same where Ray asks
-replica.py     one of the engines, in a process of its own
-endpoint.py    the server's application before all of them
-server.py      from the command line, or a file for a cluster, to what Ray runs
-settings.py    how many, where, and by which routing
+routing.py     chooses a replica for each request; plain Python without Ray
+ray_router.py  the adapter through which Ray calls our routers
+replica.py     one of the engines, in its own process
+endpoint.py    the server's application, in front of all replicas
+server.py      starts it all, from the command line or from a config file for a cluster
+settings.py    the number of replicas, their machines and their routing
 """

@@ -1,15 +1,16 @@
-"""One endpoint before several engines: the server's application (`serve/app.py`) in a process that Ray has started.
+"""One endpoint in front of several engines: the server's application (`serve/app.py`), in a process that Ray starts.
 
     clients ──► Ray's proxy ──► Endpoint: HTTP, tokens ──► RayRouter ──► Replica: engine
                                                                      └─► Replica: engine
 
-Prompts are tokenized here, for the router goes by their tokens. What a client hears is what one engine would say, with
-some errors more:
+Prompts are tokenized here, because the router needs their tokens. Clients get the answers of a server with one engine.
+Errors are handled as follows:
 
-- a replica that dies, or refuses, before it has taken a request: another one is asked, and nobody notices;
-- one that dies afterwards, or is ended by Ray: its requests end with an error. They are not tried again: a stream has
-  been read, and a request of which replicas die would kill all of them;
-- one in which something raises that is no error of ours: that is told, as it is, and nobody else is asked.
+- A replica dies, or refuses a request, before it has accepted it: another replica is tried, and the client does not
+  notice.
+- A replica dies after it has accepted a request, or Ray ends it: the request ends with an error. It is not retried,
+  because the client may have read a part of its stream, and a request that kills a replica would kill the others too.
+- A replica raises an error that is not a MinipagedError: the client gets that error, and no other replica is tried.
 """
 
 from __future__ import annotations
@@ -40,15 +41,16 @@ from minipaged.serve.settings import ServeSettings
 
 Result = TypeVar("Result")
 TAKEN_S = 60
-"""Seconds in which some replica has to take a request; there may be none for a while, when one is started again."""
+"""Seconds within which a replica must accept a request. While Ray restarts one, there may be none for a while."""
 ALIVE_S = 5
-"""Seconds in which one has to say that it lives."""
+"""Seconds within which a replica must answer a health check."""
 KILLED_BY_RAY = "killed by `ray.kill`"
-"""What Ray says of a replica that it has ended: one too many, whose time to finish was over, or one that is unwell."""
+"""Part of Ray's message about a replica that it has ended, because it was unhealthy, or because Ray scaled down and its
+time to finish was over."""
 
 
 class ServedModel:
-    """The replicas' model, of which the endpoint needs the tokenizer only."""
+    """The replicas' model without its weights: the endpoint needs only its tokenizer and configuration."""
 
     def __init__(self, facts: Facts) -> None:
         self.folder, self.config, self.model_config = facts.folder, facts.config, facts.model_config
@@ -61,7 +63,7 @@ class ServedModel:
 
 
 class RemoteStream:
-    """What is new of requests that some replica has taken (`async_llm.Stream`)."""
+    """The updates of requests that a replica has accepted. Has the interface of `async_llm.Stream`."""
 
     def __init__(self, request_ids: Sequence[str], replies: Any, closed: Callable[[], None]) -> None:
         self._request_ids = request_ids
@@ -74,7 +76,8 @@ class RemoteStream:
         return self
 
     async def __anext__(self) -> RequestUpdate:
-        """Raises EngineDead when the replica has died, what it raised itself, and what `end` was given."""
+        """Return the next update. Raises EngineDead if the replica died, an error that the replica raised, or the error
+        that was given to `end`."""
         if self._error:
             raise self._error
         if not self._open:
@@ -91,25 +94,25 @@ class RemoteStream:
         return update
 
     async def outputs(self) -> list[RequestOutput]:
-        """All of it, once all requests have ended; in the order in which they were asked for."""
+        """Wait until all requests have ended, and return their outputs in the order of `request_ids`."""
         outputs = {update.request_id: update.output async for update in self if update.output}
         return [outputs[request_id] for request_id in self._request_ids]
 
     def close(self) -> None:
-        """Nobody reads any more: what goes on is aborted."""
+        """Abort the requests that still run. Called when the reader is gone or done."""
         if self._open:
             self._replies.cancel()
         self._open = set()
         self._closed()
 
     def end(self, error: Exception) -> None:
-        """What goes on is aborted, and the reader is told why."""
+        """Abort the requests that still run, and raise `error` to the reader."""
         self._error = error
         self.close()
 
 
 def _cause(error: Exception) -> Exception:
-    """What ended requests that a replica had taken, of what Ray says of it."""
+    """Return the error for requests that a replica had accepted, from the error that Ray raised."""
     if isinstance(error, RayTaskError):
         cause: Exception = error.cause
         return cause
@@ -118,7 +121,7 @@ def _cause(error: Exception) -> Exception:
 
 
 class Engines:
-    """All replicas as one `serve.serving.Engine`. `replicas`: Ray's handle of them."""
+    """All replicas behind the interface `serve.serving.ServedEngine`. `replicas`: Ray's handle of them."""
 
     def __init__(self, replicas: Any, facts: Facts) -> None:
         self.llm = ServedModel(facts)
@@ -130,9 +133,9 @@ class Engines:
         self._tokenizer = ThreadPoolExecutor(1, "minipaged-tokenizer")
 
     async def add(self, asked: Sequence[AsyncRequest], *, finals_only: bool = False) -> RemoteStream:
-        """Have some replica take these requests, all of them or none.
+        """Find one replica that accepts all of these requests, and return the stream of their updates.
 
-        Raises what `AsyncLLM.add` raises; QueueFull where all queues are full; anything else that a replica raised.
+        Raises the errors of `AsyncLLM.add`, QueueFull if all queues are full, and any other error of a replica.
         """
         self.check_open()
         try:
@@ -145,17 +148,17 @@ class Engines:
         return stream
 
     async def _taken(self, asked: Sequence[AsyncRequest], finals_only: bool) -> Any:
-        """The replies of a replica that has taken the requests."""
+        """Return the replies of the replica that accepts the requests. The first reply has been read."""
         refused: dict[str, Exception] = {}
         while True:
             replies = self._generate.remote(list(asked), finals_only, list(refused))
             try:
                 first = await anext(replies)
             except BackPressureError:
-                raise QueueFull("as many requests wait already as may; ask again later") from None
-            except RayTaskError as error:  # it lives, and another one would do the same
+                raise QueueFull("the queue of requests is full; ask again later") from None
+            except RayTaskError as error:  # the replica lives, and another one would raise the same error
                 raise error.cause from None
-            except (RayError, RayServeException):  # it has died: the router knows it, too
+            except (RayError, RayServeException):  # the replica has died, and the router no longer chooses it
                 await asyncio.sleep(0.1)
                 continue
             except BaseException:
@@ -165,37 +168,37 @@ class Engines:
                 return replies
             assert isinstance(first, ReplicaRefused)
             again = isinstance(first.error, QueueFull | ShuttingDown | EngineDead)
-            if not again or first.replica in refused:  # all others have refused it, too
+            if not again or first.replica in refused:  # it is asked twice only if all others have refused too
                 raise first.error
             refused[first.replica] = first.error
 
     async def tokenizing(self, num_characters: int, call: Callable[[], Result]) -> Result:
-        """As `AsyncLLM.tokenizing`."""
+        """Run `call`, which tokenizes a text of this length, as `AsyncLLM.tokenizing` does."""
         if num_characters <= LONG_TEXT:
             return call()
         self.check_open()
         return await asyncio.get_running_loop().run_in_executor(self._tokenizer, call)
 
     def check_open(self) -> None:
-        """Raises ShuttingDown."""
+        """Raise ShuttingDown if `shutdown` was called."""
         if self._closing:
             raise ShuttingDown("the server is shutting down and takes no more requests; ask another, or later")
 
     async def shutdown(self, timeout: float) -> None:
-        """Take no more requests, let those that go on finish for so many seconds, abort the rest."""
+        """Refuse new requests, let running ones finish for `timeout` seconds, then abort the rest."""
         self._closing = True
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 while self._streams:
                     self._all_ended.clear()
                     await self._all_ended.wait()
-        over = "the server is shutting down, and the time to finish is over before the answer was complete; ask again"
+        over = "the server is shutting down, and the time to finish is over, but the answer is not complete; ask again"
         for stream in list(self._streams):
             stream.end(ShuttingDown(over))
 
     @property
     def num_open(self) -> int:
-        """HTTP requests that go on."""
+        """The number of HTTP requests whose answer is not complete."""
         return len(self._streams)
 
     def _note_end(self, stream: RemoteStream) -> None:
@@ -215,7 +218,7 @@ class Replicated(Words):
         self._replicas = replicas
 
     async def check_health(self) -> None:
-        """Healthy is, of whom some replica says that it lives."""
+        """Raise EngineDead unless a replica answers that it is alive. Raises ShuttingDown during a shutdown."""
         self.allm.check_open()
         try:
             async with asyncio.timeout(ALIVE_S):
@@ -224,7 +227,7 @@ class Replicated(Words):
             raise EngineDead(f"no replica has answered within {ALIVE_S} s") from None
 
     async def exposition(self, accept: str) -> tuple[bytes, str]:
-        """Those of all replicas, whose ids are in the label `engine`, and of this process."""
+        """Return the metrics of all replicas and of this process. The label `engine` holds a replica's id."""
         with suppress(TimeoutError, RayError, RayServeException):
             told = await self._replicas.broadcast("collect").results_async(timeout_s=ALIVE_S)
             return await asyncio.to_thread(_exposition, accept, [metric for one in told for metric in one])
@@ -232,8 +235,8 @@ class Replicated(Words):
 
 
 class _Told:
-    """A collector of what was collected elsewhere: the samples of one name together, and those of equal labels (vLLM's,
-    which do not tell engines apart) as their sum."""
+    """A collector of metrics from several replicas: it joins metrics of one name, and adds up samples with equal labels
+    (some of vLLM's metrics have no label for the engine)."""
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._metrics = sorted(metrics, key=lambda metric: metric.name)
@@ -261,11 +264,11 @@ def _exposition(accept: str, metrics: list[Metric]) -> tuple[bytes, str]:
 
 
 class Endpoint:
-    """What Ray's proxy hands HTTP requests to."""
+    """The Ray deployment that receives HTTP requests from Ray's proxy."""
 
     async def __init__(self, replicas: Any, names: Sequence[str], settings: ServeSettings) -> None:  # type: ignore[misc]
         self._replicas = replicas
-        self._facts: Facts = await replicas.facts.remote()  # waits for the first of them
+        self._facts: Facts = await replicas.facts.remote()  # waits for the first replica
         self._engines = Engines(replicas, self._facts)
         serving = Replicated(self._engines, names, replicas, trust_chat_templates=settings.trust_request_chat_template)
         self._app = create_app(serving, key=settings.api_key, cors_origins=settings.cors_origin)
@@ -275,25 +278,25 @@ class Endpoint:
         return _Handed(self._app)
 
     async def facts(self) -> Facts:
-        """Of the replicas."""
+        """Return the properties that all replicas share."""
         return self._facts
 
     async def pools(self) -> list[int]:
-        """Blocks in the pool of each replica there is; they differ where memory was filled meanwhile."""
+        """Return the number of blocks of each replica, sorted. They differ if free memory changed between starts."""
         told: list[Facts] = await self._replicas.broadcast("facts").results_async(timeout_s=ALIVE_S)
         return sorted(one.config.num_blocks for one in told)
 
     async def num_open(self) -> int:
-        """HTTP requests that go on."""
+        """Return the number of HTTP requests whose answer is not complete."""
         return self._engines.num_open
 
     async def end(self, timeout: float) -> None:
-        """Finish what goes on, and refuse the rest. (`shutdown` is a method of Ray's handle.)"""
+        """Refuse new requests, and finish the running ones. Not named `shutdown`, which is a method of Ray's handle."""
         await self._engines.shutdown(timeout)
 
 
 class _Handed(Response):
-    """A response that is all of an application's: Ray calls it as it would any response, and keeps out of it."""
+    """A response that lets an ASGI application handle the whole request. Ray calls it like any other response."""
 
     def __init__(self, app: Any) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""Our routers (`routing.py`) where Ray asks one: in the process that calls the replicas."""
+"""Adapts our routers (`routing.py`) to Ray's interface. Runs in the process that calls the replicas."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from minipaged.replicas.routing import LeastLoaded, PrefixAware, RoundRobin
 from minipaged.replicas.settings import Routing
 
 PLACED_S = 10.0
-"""Seconds after which a request that was never sent where it was to go does not count there any more."""
+"""Seconds for which a request counts as load of its chosen replica, if Ray does not send it there."""
 
 
 class RayRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
-    """Ray keeps the list of replicas, sends requests, and asks again where one was refused or died before it took it;
-    here is who gets which. Ray's own count of requests is not used: it is forgotten after some seconds."""
+    """Chooses a replica for each request. Ray keeps the list of replicas, sends the requests, and calls again if a
+    replica refuses a request or dies before it accepts it. Requests are counted here, because Ray forgets its own count
+    after some seconds."""
 
     def initialize_state(self, routing: Routing, block_size: int) -> None:
-        """Called by Ray, with what the deployment says."""
+        """Make the router. Called by Ray, with `request_router_kwargs` of the deployment."""
         self._router = PrefixAware(block_size) if routing == "prefix" else _without_prefixes(routing)
         self._sent: dict[str, str] = {}  # Ray's id of a request -> replica
-        self._placed: dict[str, tuple[str, float]] = {}  # and when, of those that are about to be sent
+        self._placed: dict[str, tuple[str, float]] = {}  # id -> (replica, time of choice), of requests not yet sent
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """These are there now, and that is what they have cached. Called by Ray when any of it changes."""
+        """Update the set of replicas and the content of their caches. Called by Ray when either changes."""
         before, now = {one.unique_id for one in self.curr_replicas}, {one.replica_id.unique_id for one in replicas}
         for replica in before - now:
             self._forget(replica)
@@ -39,14 +40,14 @@ class RayRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         super().update_replicas(replicas)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Known sooner than from `update_replicas`."""
+        """Forget a replica that died. Ray calls this earlier than `update_replicas`."""
         self._forget(replica_id.unique_id)
         super().on_replica_actor_died(replica_id)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """One replica, or none if there is none."""
+        """Return [[replica]], or [] if no replica is there."""
         there = {one.replica_id.unique_id: one for one in candidate_replicas}
         if not there:
             return []
@@ -61,20 +62,20 @@ class RayRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         loads = {one: counted[one] for one in there}
         try:
             chosen = self._router.choose(tokens, {one: loads[one] for one in loads if one not in avoid} or loads)
-        except NoReplica:  # they have just died
+        except NoReplica:  # all replicas have just died
             return []
         if name is not None:
             self._placed[name] = chosen, time.monotonic()
         return [[there[chosen]]]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """The replica has it."""
+        """Count a request as load of the replica that it was sent to. Called by Ray."""
         name = pending_request.metadata.internal_request_id
         if self._placed.pop(name, None):
             self._sent[name] = replica_id.unique_id
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """It has ended, or was not taken."""
+        """Stop counting a request, which has ended or was refused. Called by Ray."""
         self._placed.pop(internal_request_id, None)
         self._sent.pop(internal_request_id, None)
 

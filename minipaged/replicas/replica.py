@@ -1,4 +1,4 @@
-"""One of several engines: an `AsyncLLM` in a process that Ray has started, and starts again when it dies."""
+"""One of several engines: an `AsyncLLM` in a process that Ray starts, and restarts when it dies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from minipaged.serve.server import LAST_WORDS_S, use_one_heap
 
 @dataclass(frozen=True)
 class Facts:
-    """What the endpoint has to know of the engines, which are all alike."""
+    """The properties of the engines that the endpoint needs. All replicas have the same."""
 
     folder: Path
     config: EngineConfig
@@ -35,21 +35,21 @@ class Facts:
 
 @dataclass(frozen=True)
 class Taken:
-    """The first thing said of requests: this replica has them."""
+    """The first reply to a call of `generate`: this replica has accepted the requests."""
 
     replica: str
 
 
 @dataclass(frozen=True)
 class ReplicaRefused:
-    """Or it has not; nothing was begun."""
+    """The only reply to a call of `generate` that the replica refuses. It has computed nothing."""
 
     replica: str
     error: MinipagedError
 
 
 def sharers_here(most: int) -> int:
-    """How many of at most so many replicas this one's machine can have, by the cores and GPUs that each takes."""
+    """Return the number of replicas, `most` at most, that fit on this machine by the cores and GPUs of each."""
     node = ray.get_runtime_context().get_node_id()
     there = next(each["Resources"] for each in ray.nodes() if each["NodeID"] == node)
     takes = ray.get_runtime_context().get_assigned_resources()
@@ -57,17 +57,18 @@ def sharers_here(most: int) -> int:
 
 
 def sharers(most: int, there: Mapping[str, float], takes: Mapping[str, float]) -> int:
-    """The same of a machine that has these resources, where each takes those."""
+    """Return the number of replicas, 1 to `most`, that fit on a machine. `there`: the machine's resources; `takes`: the
+    resources of one replica."""
     return max(1, min([most, *(int(there.get(kind, 0) // takes[kind]) for kind in ("CPU", "GPU") if takes.get(kind))]))
 
 
 class Replica:
-    """What Ray makes so many of. Its methods are called by the endpoint, and some by Ray."""
+    """The Ray deployment of one engine. The endpoint calls its methods, and Ray calls the last few."""
 
     async def __init__(  # type: ignore[misc]
         self, model: str, name: str, max_waiting: int, most: int, engine: dict[str, Any]
     ) -> None:
-        """`most`: how many of them there may be."""
+        """`most`: the largest number of replicas that may run."""
         use_one_heap()
         self.id = serve.get_replica_context().replica_id.unique_id
         self.news = CacheNews()
@@ -77,13 +78,13 @@ class Replica:
         self.metrics = Metrics(name, self.allm.llm.config, engine=self.id)
         self.allm.observers.append(self.metrics)
         self.allm.on_death = self._engine_died
-        self.allm.start()  # so that a worker's death is heard of before the next request
+        self.allm.start()  # now, so that a worker's death is noticed before the next request
 
     async def generate(
         self, asked: Sequence[AsyncRequest], finals_only: bool, avoid: Sequence[str]
     ) -> AsyncIterator[Taken | ReplicaRefused | RequestUpdate | MinipagedError]:
-        """Whether the requests are taken, then what is new of them, and at the end the error, if the engine dies of
-        one. `avoid` is for the router. Whoever leaves early ends them."""
+        """Yield Taken or ReplicaRefused, then the updates of the requests, and an error at the end if the engine dies.
+        A caller that stops reading aborts the requests. `avoid` is only for the router."""
         try:
             stream = await self.allm.add(asked, finals_only=finals_only)
         except MinipagedError as error:
@@ -99,34 +100,34 @@ class Replica:
             stream.close()
 
     async def facts(self) -> Facts:
-        """What all of them have in common."""
+        """Return the properties that all replicas share."""
         llm = self.allm.llm
         return Facts(llm.folder, llm.config, llm.model_config, llm.description)
 
     async def alive(self) -> None:
-        """Raises EngineDead, ShuttingDown."""
+        """Raise EngineDead or ShuttingDown if the engine accepts no requests."""
         self.allm.check_open()
 
     async def collect(self) -> list[Metric]:
-        """Its metrics, labelled as this replica's."""
+        """Return the engine's metrics, with this replica's id in the label `engine`."""
         return self.metrics.collect()
 
     # --- Called by Ray ----------------------------------------------------------------------------
 
     async def check_health(self) -> None:
-        """Raises EngineDead: of such a one Ray makes another, should it not end by itself."""
+        """Raise EngineDead if the engine is dead. Ray then replaces this replica, if its process has not exited."""
         self.allm.check_open()
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """What has changed in its prefix cache: for the routers, to which Ray brings the latest of what it is told."""
+        """Return the latest changes of the prefix cache. Ray passes them on to the routers."""
         number, changes = self.news.latest()
         return {"number": number, "changes": changes}
 
     def _engine_died(self, error: BaseException) -> None:
-        """All readers are told; let them hear it, and have Ray start another process."""
+        """Exit when the readers have had time to receive the error. Ray then starts another process."""
         asyncio.get_running_loop().call_later(LAST_WORDS_S, os._exit, 1)
 
     def __del__(self) -> None:
-        """Called by Ray when it ends a replica in order; what is left of the process is killed."""
+        """Close the engine. Called by Ray when it stops a replica, before it kills the process."""
         if hasattr(self, "allm"):
             self.allm.llm.close()

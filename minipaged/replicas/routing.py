@@ -1,25 +1,25 @@
-"""Who gets a request, where several engines (replicas) could serve it.
+"""Routers, which choose one of several engines (replicas) for each request.
 
-A prompt whose beginning one replica has computed costs less there. So a router in front of replicas with prefix caches
-has two aims that pull apart: to send a prompt where its blocks are, and to give everybody as much to do. `PrefixAware`
-follows the first until loads are too far apart, and then the second. `RoundRobin` and `LeastLoaded` know nothing of
-prefixes: what it is compared with.
+A prompt costs less on a replica that has computed its beginning. So a router in front of replicas with prefix caches
+has two conflicting goals: send a prompt to the replica that has its blocks, and give all replicas equal loads.
+`PrefixAware` follows the first goal until the loads differ too much, and then the second. `RoundRobin` and
+`LeastLoaded` ignore prefixes, and serve as baselines.
 
-What `PrefixAware` knows of each replica are the hashes of the blocks in its prefix cache, computed as the cache
-computes them (`block_hashes.py`). A hash is there
+`PrefixAware` keeps a set of block hashes for each replica, computed as the prefix cache computes them
+(`block_hashes.py`). A hash in it is either
 
-- *stored*, when the replica has told so (`CacheNews`), until it tells that the block is evicted;
-- *coming*, when a prompt with that block was sent there and nothing was told yet: otherwise a burst with one new
-  prefix would scatter before its first block is computed.
+- *stored*: the replica has reported the block as cached (`CacheNews`), and has not reported its eviction;
+- *coming*: a prompt with this block was sent to the replica, which has not reported the block yet. Otherwise a burst
+  of prompts with one new prefix would scatter before its first block is computed.
 
-Both are bounded for each replica, the least recently used go first.
+The number of each kind is bounded per replica. The least recently used hashes are forgotten first.
 
-A replica publishes the latest changes of its cache, and how many there were in all. By that number a router sees which
-of them it knows. What it has missed (it came late, or there were too many at once), nobody tells it again. So what is
-known may be late, or wrong, as it is where a request was aborted and has computed nothing; then a prompt is computed
-again where it could have been found, no more.
+A replica publishes the latest changes of its cache, and the number of all changes so far. From that number a router
+sees which of them are new to it. A router that has missed changes, because it started late or there were too many at
+once, does not get them again. So its sets may be out of date. They can also be wrong: a request may be aborted before
+it has computed its blocks. The only cost is that a prompt is computed again which another replica had in its cache.
 
-Loads are the caller's to count: requests sent and not ended, for each replica that may be chosen now. A router is
+The caller counts the loads: the number of unfinished requests of each replica that may be chosen now. A router must be
 called from one thread.
 """
 
@@ -36,31 +36,32 @@ from minipaged.events import BlockCached, BlockEvicted, Event
 from minipaged.handover.block_hashes import block_hashes
 
 Change = tuple[int, bool]
-"""The hash of a block, and whether it is in the cache now."""
+"""(hash of a block, whether it is in the cache now)."""
 MOST_TOLD = 1 << 12
-"""Changes that a replica publishes each time, those it has told before among them: 50 KB. Enough for
-32,000 tokens a second, in blocks of 16, each of which pushes out another."""
+"""The number of changes that a replica publishes each time. They are its latest ones, also if it has published them
+before. They take 50 KB, and suffice for 32,000 tokens per second in blocks of 16, if each new block evicts another."""
 
 
 class Router(Protocol):
     """Chooses a replica for each request."""
 
     def choose(self, token_ids: Sequence[int], loads: Mapping[str, int]) -> str:
-        """The id of one of the replicas in `loads` (id -> requests outstanding there) that were added and not removed.
-        Raises NoReplica when there is none. The caller sends the request there: the router reckons with it."""
+        """Return the id of the replica to send a request to. The caller must send it there, because the router counts
+        on it. `loads`: replica id -> its number of unfinished requests. Only replicas in `loads` that were added and
+        not removed can be chosen. Raises NoReplica if there is none."""
 
     def added(self, replica: str) -> None:
-        """A replica has come, with an empty cache. One that is known already stays as it is."""
+        """Add a replica with an empty cache. Does nothing if the router has it already."""
 
     def removed(self, replica: str) -> None:
-        """A replica has gone; what was known of it is forgotten."""
+        """Forget a replica that is gone."""
 
 
 class RoundRobin(Router):
-    """Whoever was chosen longest ago."""
+    """Chooses the replica that was chosen longest ago."""
 
     def __init__(self) -> None:
-        self._turns: dict[str, int] = {}  # replica -> when it was last chosen, counted in choices
+        self._turns: dict[str, int] = {}  # replica -> number of its last choice
         self._next_turn = count()
 
     def choose(self, token_ids: Sequence[int], loads: Mapping[str, int]) -> str:
@@ -84,10 +85,10 @@ class RoundRobin(Router):
 
 
 class LeastLoaded(RoundRobin):
-    """Whoever has the fewest requests outstanding; of several, whoever was chosen longest ago.
+    """Chooses the replica with the fewest unfinished requests; among equals, the one chosen longest ago.
 
-    So they take turns where loads are equal, or are never counted: a router that takes the first of equals sends
-    everything to one (sglang #15473).
+    So replicas with equal loads take turns, also if the caller never counts loads. A router that takes the first of
+    several equals would send everything to one replica (sglang #15473).
     """
 
     def choose(self, token_ids: Sequence[int], loads: Mapping[str, int]) -> str:
@@ -95,14 +96,15 @@ class LeastLoaded(RoundRobin):
 
 
 class PrefixAware(RoundRobin):
-    """Whoever has computed the longest beginning of the prompt, unless it has too much to do already.
+    """Chooses the replica that has computed the longest beginning of the prompt, unless its load is too high.
 
-    The rule is SGLang's, with limits for loads of tens of requests instead of hundreds, and asked of the replica that
-    would be chosen instead of the most loaded one. A prompt goes to the least loaded replica
+    The rule is SGLang's, with two changes. The limits are for loads of tens of requests instead of hundreds, and the
+    rule looks at the load of the replica with the longest match instead of the highest load. A prompt goes to the least
+    loaded replica instead if
 
-    - where the one with the longest match has more than `apart` requests more than the least loaded, and more than
-      `ratio` times as many;
-    - where no match is `least_match` of the prompt or more.
+    - the replica with the longest match has more than `apart` requests more than the least loaded replica, and also
+      more than `ratio` times its number; or
+    - the longest match is shorter than `least_match` of the prompt.
     """
 
     def __init__(
@@ -115,7 +117,8 @@ class PrefixAware(RoundRobin):
         most_stored: int = 1 << 16,
         most_coming: int = 1 << 14,
     ) -> None:
-        """`block_size`: of the replicas' engines, in tokens. `most_stored`, `most_coming`: known of a replica."""
+        """`block_size`: tokens per block in the replicas' engines. `most_stored`, `most_coming`: the largest numbers of
+        hashes of each kind that are kept per replica."""
         super().__init__()
         self.block_size = block_size
         self.apart = apart
@@ -128,7 +131,7 @@ class PrefixAware(RoundRobin):
     def choose(self, token_ids: Sequence[int], loads: Mapping[str, int]) -> str:
         candidates = self._candidates(loads)
         hashes = block_hashes(token_ids, self.block_size)
-        of_use = hashes[: (len(token_ids) - 1) // self.block_size]  # at least one token has to run
+        of_use = hashes[: (len(token_ids) - 1) // self.block_size]  # the engine must run at least one token
         matches = {replica: self._known[replica].match(of_use) for replica in candidates}
 
         def most_matched(replica: str) -> tuple[int, int, int]:
@@ -155,34 +158,36 @@ class PrefixAware(RoundRobin):
     # --- What replicas publish ----------------------------------------------------------------------
 
     def told(self, replica: str, number: int, changes: Sequence[Change]) -> None:
-        """The replica's prefix cache has changed so often, in the end so. News of one that has gone is ignored."""
+        """Update a replica's hashes. `number`: the number of all changes of its cache so far; `changes`: the last ones.
+        Ignored for a replica that was removed."""
         if replica in self._known:
             self._known[replica].follow(number, changes)
 
     def known(self, replica: str) -> frozenset[int]:
-        """What the replica has, as far as it has told."""
+        """Return the stored hashes of a replica: the blocks that it has reported as cached."""
         return frozenset(self._known[replica].hashes)
 
 
 class KnownBlocks:
-    """What one replica's prefix cache has, or will have, as far as the router knows: hashes, the latest used last."""
+    """The hashes of blocks in one replica's prefix cache, or soon in it. The most recently used is last."""
 
     def __init__(self, most_stored: int, most_coming: int) -> None:
         self.number = 0
-        """Changes that there were, as far as it has told."""
+        """The number of cache changes that the replica has reported so far."""
         self.hashes: OrderedDict[int, None] = OrderedDict()
         self.coming: OrderedDict[int, None] = OrderedDict()
         self._most_stored = most_stored
         self._most_coming = most_coming
 
     def match(self, hashes: Sequence[int]) -> int:
-        """How many of them, from the first on, are there."""
+        """Return the number of leading hashes that the replica has or will have."""
         return next(
             (i for i, one in enumerate(hashes) if one not in self.hashes and one not in self.coming), len(hashes)
         )
 
     def expect(self, hashes: Sequence[int]) -> None:
-        """A prompt with these blocks goes there. Children first, so that they are forgotten before their parents."""
+        """Note that a prompt with these blocks was sent to the replica. Children are added before their parents, so
+        that they are forgotten before them."""
         for one in reversed(hashes):
             if one in self.hashes:
                 self.hashes.move_to_end(one)
@@ -191,7 +196,8 @@ class KnownBlocks:
         _forget(self.coming, self._most_coming)
 
     def follow(self, number: int, changes: Sequence[Change]) -> None:
-        """Of each hash the last change counts. Parents are computed first, and are to be forgotten last."""
+        """Apply the changes that are new. Only the last change of each hash counts. They are applied in reverse,
+        because parents are computed before their children, and must be forgotten after them."""
         new, self.number = number - self.number, number
         for one, is_there in reversed(dict(changes[max(0, len(changes) - new) :]).items()):
             self.coming.pop(one, None)
@@ -213,15 +219,15 @@ def _forget(hashes: OrderedDict[int, None], most: int) -> None:
 
 
 class CacheNews:
-    """A listener for an engine's events, which a replica publishes from: `Engine(..., listeners=[news])`.
+    """A listener that collects the changes of an engine's prefix cache: `Engine(..., listeners=[news])`.
 
-    The engine's thread calls it with events; any thread may ask.
+    The engine's thread calls it with events. Any thread may call `latest`.
     """
 
     def __init__(self, most: int = MOST_TOLD) -> None:
-        """`most`: changes that are told each time, the latest."""
+        """`most`: the number of latest changes to keep."""
         self._hash_of: dict[int, int] = {}  # cached block -> its hash
-        self._number = 0  # of changes until now
+        self._number = 0  # the number of all changes so far
         self._changes: deque[Change] = deque(maxlen=most)
         self._lock = Lock()
 
@@ -239,6 +245,6 @@ class CacheNews:
             self._changes.append((block_hash, is_there))
 
     def latest(self) -> tuple[int, list[Change]]:
-        """How many changes there were, and the last of them: `PrefixAware.told`."""
+        """Return the number of all changes so far and the last ones, as `PrefixAware.told` takes them."""
         with self._lock:
             return self._number, list(self._changes)

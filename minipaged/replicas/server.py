@@ -1,7 +1,7 @@
-"""From the command line to several replicas: what `minipaged serve --replicas N` runs, until a signal ends it.
+"""The server of `minipaged serve --replicas N`: starts the replicas and their endpoint, and runs until a signal.
 
-Ray starts the processes, starts those again that die, and adds and ends some with the load. Where it is not told of a
-cluster (`ray_address`), it starts with this command and ends with it.
+Ray starts the processes, restarts processes that die, and adds and removes replicas with the load. Without the address
+of a running cluster (`ray_address`), this command starts Ray, and ends it when it exits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from ray.serve.schema import LoggingConfig
 
 from minipaged.async_llm import check_before_serving
 from minipaged.errors import InvalidRequest, ModelError
-from minipaged.llm import check_before_loading
 from minipaged.models import hub
 from minipaged.models.loading import load_config
 from minipaged.replicas.endpoint import Endpoint
@@ -38,34 +37,37 @@ from minipaged.replicas.settings import ReplicaSettings
 from minipaged.serve.connections import raise_file_limit
 from minipaged.serve.server import LAST_MOMENT_S, listen
 from minipaged.serve.settings import ServeSettings
+from minipaged.setup.loaded_model import check_before_loading
 from minipaged.setup.own_parts import FROM_TEXT, is_users
 from minipaged.setup.settings import Settings
 
 NAME = "minipaged"
-"""Of the application, to Ray."""
+"""The name of the application in Ray."""
 NEWS_S = 1.0
-"""Seconds after which a replica tells again what it has cached."""
+"""Seconds between two reports of a replica about the changes of its cache."""
 NO_LIMIT = 1 << 20
-"""Requests that Ray may send one replica: its engine has a queue, and says when that is full. Ray's own 5 would leave
-a batch all but empty."""
+"""The number of requests that Ray may send one replica at a time. The replica's engine has its own queue, and refuses
+requests when that is full. Ray's default of 5 would leave a batch nearly empty."""
 OF_THE_CLUSTER = {"host", "port", "ray_address"}
-"""What `minipaged serve` is told, and a Serve config file has elsewhere (`http_options`)."""
+"""Options of `minipaged serve` that are not allowed in `args` of a Serve config file. It has `http_options` instead."""
 ATTEMPTS = 2
-"""To start a replica, before it is said what is wrong."""
+"""The number of attempts to start a replica before the error is reported."""
 
 LAST_WORDS = re.compile(
     r"^(?![\w.]*DeploymentUnavailableError)[\w.]*(?:Error|Exception|errors\.\w+): (?!Traceback)(.+)$", re.MULTILINE
 )
-"""Of a traceback: what was wrong. (That there are no replicas, the endpoint says, is none of the reasons why.)"""
+"""Matches the message of an error in a traceback. It skips DeploymentUnavailableError, by which the endpoint reports
+that there are no replicas, because that is not the cause."""
 
 
 def application(
     model: str, settings: ServeSettings, replicas: ReplicaSettings, *, cpus: float, gpus: float, **engine: Any
 ) -> serve.Application:
-    """What Ray is to run: replicas of an engine, and the endpoint before them. `cpus`, `gpus`: of each replica."""
+    """Return the application for Ray to run: replicas of an engine, and the endpoint in front of them. `cpus`, `gpus`:
+    the number that each replica takes."""
     names, asked = settings.served_model_name or (model,), Settings(**engine)
     for part in (asked.allocator, asked.scheduling_policy):
-        if is_users(part):  # its module is known in this process alone
+        if is_users(part):  # only this process can import its module
             cloudpickle.register_pickle_by_value(sys.modules[part.__module__])
     common = {
         "max_ongoing_requests": NO_LIMIT,
@@ -107,8 +109,8 @@ def application(
 
 
 def from_arguments(arguments: Mapping[str, Any]) -> serve.Application:
-    """The same from the `args` of a Serve config file, as a RayService of KubeRay has one: the options of
-    `minipaged serve` by name, with `_` for `-`, written as there. Raises InvalidRequest for one that there is not."""
+    """Return the application for the `args` of a Serve config file, as a RayService of KubeRay has it. They are options
+    of `minipaged serve`, with `_` for `-` in names. Raises InvalidRequest for an unknown name."""
     kinds = (ReplicaSettings, ServeSettings, Settings)
     known = {"model", *(each.name for kind in kinds for each in fields(kind))} - OF_THE_CLUSTER
     if unknown := sorted(arguments.keys() - known):
@@ -119,7 +121,7 @@ def from_arguments(arguments: Mapping[str, Any]) -> serve.Application:
     for name in FROM_TEXT.keys() & engine.keys():
         if not isinstance(text := engine[name], str):
             raise InvalidRequest(
-                f"args: {name} is {text!r}; write it as after --{name.replace('_', '-')}, or leave it out"
+                f"args: {name} is {text!r}; write it as text, as after --{name.replace('_', '-')}, or leave it out"
             )
         engine[name] = FROM_TEXT[name](text)
     check_before_serving(**engine)
@@ -132,20 +134,20 @@ def from_arguments(arguments: Mapping[str, Any]) -> serve.Application:
 
 
 def serve_replicas(model: str, settings: ServeSettings, replicas: ReplicaSettings, **engine: Any) -> int:
-    """Serve a model by several replicas until a signal comes; returns the exit status.
+    """Serve a model with several replicas until a signal comes, and return the exit status.
 
-    Raises InvalidRequest for an address that cannot be had and for settings that suit no model, before anything is
-    started, and ModelError where no replica can be.
+    Before anything is started, raises InvalidRequest for an address that cannot be listened on and for invalid
+    settings. Raises ModelError if no replica can be started.
     """
     check_before_serving(**engine)
-    raise_file_limit()  # Ray's processes have it from this one
-    config = load_config(hub.resolve(model))  # fetched once, and not by each of them
+    raise_file_limit()  # Ray's processes inherit it
+    config = load_config(hub.resolve(model))  # fetched once here, and not by each replica
     check_before_loading(config, **engine)
-    with listen(settings.host, settings.port) as listening:  # Ray would try for ever
+    with listen(settings.host, settings.port) as listening:  # a check: Ray would retry forever
         port = listening.getsockname()[1]
     cores = os.cpu_count() or 1
     print(f"starting Ray and {replicas.replicas} x {model} ...", file=sys.stderr, flush=True)
-    # What Ray has to say of processes that die, it says on stdout.
+    # Ray reports processes that die on stdout.
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         return _run(model, settings, replicas, port, cores, **engine)
 
@@ -153,7 +155,7 @@ def serve_replicas(model: str, settings: ServeSettings, replicas: ReplicaSetting
 def _run(model: str, settings: ServeSettings, replicas: ReplicaSettings, port: int, cores: int, **engine: Any) -> int:
     signals = Signals(has_to_clear_up=replicas.ray_address is not None)
     _start_ray(replicas, max(cores, replicas.most))
-    signals.listen()  # Ray has taken one of them
+    signals.listen()  # again, because Ray has replaced a handler
     try:
         gpus, cpus = replicas.gpus_per_replica, replicas.cpus_per_replica
         if gpus is None:
@@ -175,23 +177,24 @@ def _run(model: str, settings: ServeSettings, replicas: ReplicaSettings, port: i
         _introduce(endpoint.facts.remote().result(), pools, settings, replicas, port)
         signals.started = True
         _tell_changes(signals.come)
-        with contextlib.suppress(RayError, RayServeException):  # the endpoint has died: nothing goes on
+        with contextlib.suppress(RayError, RayServeException):  # the endpoint has died, and no request runs
             _end(endpoint, settings)
     finally:
         with contextlib.suppress(Exception):
-            if serve.status().applications.keys() - {NAME}:  # those of others, on a cluster
+            if serve.status().applications.keys() - {NAME}:  # a cluster may run other applications
                 serve.delete(NAME)
             else:
-                serve.shutdown()  # and so the port is free again
+                serve.shutdown()  # frees the port too
         ray.shutdown()
     return 0
 
 
 def check_room(there: Mapping[str, float], replicas: ReplicaSettings, *, cpus: int, gpus: int) -> None:
-    """Raise InvalidRequest for replicas that Ray would wait for for ever. (A cluster elsewhere may grow.)"""
+    """Raise InvalidRequest if this machine has no room for the replicas, for which Ray would wait forever. A cluster
+    (`ray_address`) is not checked, because it may grow."""
     for what, each in (("cpus", cpus), ("gpus", gpus)):
         has, number = int(there.get(what[:-1].upper(), 0)), replicas.replicas or 0
-        if what == "cpus" and each > 1:  # Ray is told of as many as there are replicas, where that is more
+        if what == "cpus" and each > 1:  # the number in Ray may be higher: it is at least the number of replicas
             has = min(has, os.cpu_count() or 1)
         if not replicas.ray_address and each * number > has:
             raise InvalidRequest(
@@ -200,7 +203,8 @@ def check_room(there: Mapping[str, float], replicas: ReplicaSettings, *, cpus: i
 
 
 def gpus_needed(there: Mapping[str, float], **engine: Any) -> int:
-    """GPUs that a replica takes where nobody says how many, of what a cluster has: one for each of its ranks."""
+    """Return the default number of GPUs per replica: one per rank, or 0 if the engine uses no GPU. `there`: the
+    cluster's resources."""
     if not there.get("GPU") or engine.get("device") == "cpu" or engine.get("tier") == "reference":
         return 0
     asked = Settings(**engine)
@@ -208,11 +212,12 @@ def gpus_needed(there: Mapping[str, float], **engine: Any) -> int:
 
 
 class Signals:
-    """SIGTERM and Ctrl-C: the first is noted, a second ends the process at once, as any does before it has `started`.
+    """Handles SIGTERM and Ctrl-C. The first signal sets `come`, and a second one ends the process immediately. Until
+    `started` is set, the first one ends it too.
 
-    Ray's processes are killed with it. A cluster of others is not, and would keep the application: there
-    (`has_to_clear_up`) the end is an exception in the main thread, which takes the application away on its way out; one
-    signal more does not wait for that.
+    Ray's processes are killed with it. A cluster that ran before (`has_to_clear_up`) would keep the application. There
+    the signal raises an exception in the main thread, which removes the application on its way out. Another signal ends
+    the process without waiting for that.
     """
 
     def __init__(self, *, has_to_clear_up: bool) -> None:
@@ -222,7 +227,7 @@ class Signals:
         self.listen()
 
     def listen(self) -> None:
-        """Be the one who is told of them."""
+        """Install the handler for both signals."""
         for one in (signal.SIGTERM, signal.SIGINT):
             signal.signal(one, self._note)
 
@@ -238,14 +243,14 @@ class Signals:
 
 
 def kill_children() -> None:
-    """All processes that this one has started, itself or by others; Ray's agents would outlive it by half a minute."""
-    for each in psutil.Process().children(recursive=True):  # those that start others come first
+    """Kill all descendants of this process. Ray's agents would otherwise outlive it by half a minute."""
+    for each in psutil.Process().children(recursive=True):  # parents come before their children
         with contextlib.suppress(psutil.Error):
             each.kill()
 
 
 def _tell_changes(end: threading.Event) -> None:
-    """Say on stderr when replicas die, and when there are more or fewer, until the end."""
+    """Report on stderr when replicas die or their number changes, until `end` is set."""
     before: Mapping[str, int] = {}
     while not end.wait(NEWS_S):
         with contextlib.suppress(RayError, RayServeException):
@@ -260,7 +265,7 @@ def _tell_changes(end: threading.Event) -> None:
 
 
 def told_states(before: Mapping[str, int], now: Mapping[str, int], fewer_wanted: bool) -> str:
-    """What has become of the replicas, of which so many were and are RUNNING, STARTING, ...: in a line."""
+    """Return a line about the replicas. `before`, `now`: the number of them in each state (RUNNING, STARTING, ...)."""
     there = ", ".join(f"{number} {state.lower()}" for state, number in now.items())
     lost = 0 if fewer_wanted else before.get("RUNNING", 0) - now.get("RUNNING", 0)
     why = f"; {lost} {'have' if lost > 1 else 'has'} died, and Ray starts others in their place" if lost > 0 else ""
@@ -268,17 +273,18 @@ def told_states(before: Mapping[str, int], now: Mapping[str, int], fewer_wanted:
 
 
 def _start_ray(replicas: ReplicaSettings, num_cpus: int) -> None:
-    """Ray, silent: what it has to say is in its own logs, under /tmp/ray."""
+    """Start Ray, or join its cluster, without output. Ray writes its logs below /tmp/ray."""
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
-    # A replica that takes no GPU sees them all the same: several may share one. (Else Ray says that this will change.)
+    # A replica that takes no GPU can still see all of them, so several may share one. Without this, Ray warns that it
+    # will change that.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if replicas.ray_address:
         try:
             ray.init(address=replicas.ray_address, namespace=NAME, **quiet)
         except ConnectionError as error:
             raise ModelError(
-                f"the Ray cluster at {replicas.ray_address} cannot be joined: {error}; is it there? If it asks for a "
-                "token, as Ray's do where one was made, set RAY_AUTH_MODE=token"
+                f"the Ray cluster at {replicas.ray_address} cannot be joined: {error}; check that it runs. If it asks "
+                "for an authentication token, set RAY_AUTH_MODE=token"
             ) from None
     else:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -310,13 +316,14 @@ def _introduce(facts: Facts, pools: list[int], settings: ServeSettings, replicas
 
 
 def told_pools(pools: Sequence[int]) -> str:
-    """How many blocks replicas have that have so many."""
+    """Return the number of blocks of the replicas as text: "96", or "90 to 96" if they differ."""
     least, most = min(pools), max(pools)
     return f"{least}" if least == most else f"{least} to {most}"
 
 
 def _reason(error: Exception) -> str:
-    """What a replica said last, in Ray's account of it, which may take a moment to be there."""
+    """Return the last error that a replica raised, from Ray's status. Ray may need a moment to report it. If it reports
+    none, return `error` as text."""
     for _ in range(20):
         applications = serve.status().applications
         deployments = applications[NAME].deployments.values() if NAME in applications else ()

@@ -1,4 +1,4 @@
-"""What several replicas can be told: options of `minipaged serve`, beside those of the server and of the engine."""
+"""The settings of replicas, which are options of `minipaged serve`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class ReplicaSettings:
     """Settings of replicas. Raises InvalidRequest (a ValueError) for a value out of range."""
 
     replicas: int | None = setting(None, at_least=1)
-    """How many engines share the work, each in a process of its own, started by Ray; if left open, one, without Ray."""
+    """Engines that share the work, each in its own process, which Ray starts; by default one engine, without Ray."""
     max_replicas: int | None = setting(None, at_least=1)
-    """Let Ray start more, up to so many, while each has more requests than max_num_seqs; and stop them later."""
+    """Replicas at most: Ray adds some while each has more than max_num_seqs requests, and removes them later."""
     ray_address: str | None = None
-    """A Ray cluster that runs already, as HOST:6379, or auto for this machine's; else one is started here."""
+    """Address of a running Ray cluster, as HOST:6379, or auto for this machine's; by default Ray is started here."""
     routing: Routing = "prefix"
-    """Who gets a request: prefix (who has computed the beginning of its prompt), least-loaded or round-robin."""
+    """How to choose a replica: prefix (the longest cached beginning of the prompt), least-loaded or round-robin."""
     cpus_per_replica: int | None = setting(None, at_least=1)
-    """Cores that a replica takes; if left open, this machine's are shared out, and in a cluster it is one."""
+    """Cores per replica; by default an equal share of this machine's, or 1 in a cluster."""
     gpus_per_replica: int | None = setting(None, at_least=0)
-    """GPUs that a replica takes; if left open, one for each of its ranks, where there are GPUs."""
+    """GPUs per replica; by default one per rank, if there are GPUs."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -42,5 +42,5 @@ class ReplicaSettings:
 
     @property
     def most(self) -> int:
-        """Replicas there can be."""
+        """The largest number of replicas that may run."""
         return self.max_replicas or self.replicas or 1

@@ -1,12 +1,16 @@
 """An OpenAI-compatible server around the engine (`minipaged serve`).
 
-protocol.py    what may be asked for: the bodies of requests, and the parameters they come to
-answers.py     what is answered: the engine's updates as OpenAI's JSON, whole or piece by piece
-app.py         the endpoints, their errors, and the end of whoever hangs up
-guards.py      what stands before them: the key, the size of a body, how many are being served
-server.py      from the command line to a socket: start, signals, the end
-metrics.py     what Prometheus reads, by vLLM's names
-live/          the page at /, on which the blocks can be watched
+server.py       starts the server, handles signals, shuts it down
+settings.py     the settings of a server
+connections.py  accepts connections, and bounds their number
+app.py          the endpoints, their errors, and the abort of a request whose client hangs up
+guards.py       middleware before the endpoints: the API key, the size of a body, the count of requests
+bodies.py       decodes the bodies of requests
+protocol.py     the fields of the bodies, and the parameters made from them
+serving.py      a served model: turns a body into requests for the engine
+answers.py      turns the engine's updates into OpenAI's JSON, whole or in chunks
+metrics.py      the metrics for Prometheus, with vLLM's names
+live/           the page at /, which shows the blocks live
 
-The engine's thread is `minipaged/async_llm.py`; all of this runs in the event loop.
+The engine's thread is in `minipaged/async_llm.py`. All of this runs in the event loop.
 """

@@ -1,8 +1,8 @@
-"""What the server answers: the engine's updates as OpenAI's JSON, whole or in pieces.
+"""The server's answers: turns the engine's updates into OpenAI's JSON, whole or in chunks.
 
-One `Answer` for each HTTP request. It may be about several requests of the engine (a prompt each) with several
-sequences each: choice number prompt x n + sequence. Pieces are plain dicts, encoded at once: an object of pydantic's
-for each would cost ten times as much, in every step for every stream.
+Each HTTP request has one `Answer`. It may cover several requests of the engine (one per prompt), each with several
+sequences. The choice of a sequence has the number prompt x n + sequence. Chunks are plain dicts, encoded immediately. A
+pydantic object for each chunk would cost ten times as much, in every step for every stream.
 """
 
 from __future__ import annotations
@@ -27,64 +27,66 @@ Json = dict[str, Any]
 Logprobs = Sequence[Mapping[int, float]]
 PromptLogprobs = Sequence[Mapping[int, float] | None]
 LEAST_LOGPROB = -9999.0
-"""JSON has no minus infinity."""
+"""The smallest log-probability in an answer, because JSON has no minus infinity."""
 
 DONE = b"data: [DONE]\n\n"
 
 
 def event(data: Json) -> bytes:
-    """One server-sent event."""
+    """Encode JSON as one server-sent event."""
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """How tokens are written in an answer."""
+    """Functions that write tokens in an answer."""
 
     bytes_of: Callable[[int], bytes]
-    """The bytes of text that a token stands for, which may be a part of a character."""
+    """Returns the bytes of a token's text, which may be a part of a character."""
     places: Callable[[str], list[int]]
-    """Where in a text each of its tokens begins."""
+    """Returns the offset at which each token of a text begins."""
     decode: Decode
-    """The text of all of them together, as the engine makes it of the output."""
+    """Returns the text of several tokens, as the engine decodes an output."""
     decode_all: Decode
-    """The text of all of them with special tokens, for the echo of a prompt that was given as tokens."""
+    """Returns the text of several tokens with special tokens, for the echo of a prompt that was given as tokens."""
     as_ids: bool
-    """A single token is written as "token_id:17", which is exact where it is no whole character."""
+    """Whether to write a single token as "token_id:17", which is exact also for a part of a character."""
 
     def __call__(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self.as_ids else self.text_of(token_id)
 
     def text_of(self, token_id: int) -> str:
-        """The text of a single token; bytes that are no whole character are U+FFFD."""
+        """Return the text of one token. Bytes that are not a whole character become U+FFFD."""
         return self.bytes_of(token_id).decode(errors="replace")
 
 
 @dataclass(slots=True)
 class Prompt:
-    """One prompt of an HTTP request: its text where it was given as text, and its tokens."""
+    """One prompt of an HTTP request."""
 
     text: str | None
+    """The prompt's text; None if it was given as tokens."""
     token_ids: Sequence[int]
     echo: str | None = None
-    """The text that all its choices begin with, once it is made; and `echoed_logprobs`, those of its tokens."""
+    """The prompt's text at the beginning of its choices, computed when it is first needed."""
     echoed_logprobs: Json | None = None
+    """The log-probabilities of the prompt's tokens, computed when they are first needed."""
 
 
 class Places:
-    """Where in a choice's text each of its output tokens begins, one token after another.
+    """Computes the offset of each output token in a choice's text, one token after another.
 
-    The parts of a character begin where it does, and a special token that is not shown has the place of what comes
-    next. A token behind the end, as the last part of a stop string, has the place that it would have.
+    All tokens of one character have the character's offset. A special token that is not shown has the offset of the
+    next text. A token after the end of the text, such as the end of a stop string, has the offset that it would have.
     """
 
     def __init__(self, tokens: Tokens, prompt: Prompt, first: int = 0) -> None:
-        """`first`: the place of the first token."""
+        """`first`: the offset of the first token."""
         self._text = Detokenizer(tokens.decode, prompt_token_ids=prompt.token_ids, prompt=prompt.text)
         self._next = first
 
     def of(self, token_ids: Iterable[int]) -> list[int]:
-        """The places of the next tokens."""
+        """Return the offsets of the next tokens."""
         places = []
         for token_id in token_ids:
             places.append(self._next)
@@ -94,7 +96,8 @@ class Places:
 
 
 def places_in_prompt(prompt: Prompt, tokens: Tokens) -> list[int]:
-    """Where in the prompt's text each of its tokens begins. The text of a prompt of tokens shows special ones."""
+    """Return the offset of each token in the prompt's text. The text of a prompt that was given as tokens includes
+    special tokens."""
     if prompt.text is not None:
         return tokens.places(prompt.text)
     text, place, places = Detokenizer(tokens.decode_all), 0, []
@@ -107,12 +110,12 @@ def places_in_prompt(prompt: Prompt, tokens: Tokens) -> list[int]:
 
 @dataclass(slots=True)
 class StreamedChoice:
-    """What a stream has said of one choice."""
+    """The state of one choice in a stream."""
 
     places: Places | None
-    """The places of its tokens; None where no log-probabilities are asked for."""
+    """Computes the offsets of the choice's tokens; None if the answer has no log-probabilities."""
     first: Json
-    """What the first chunk of the choice says beside its text, until that is sent."""
+    """Extra fields for the choice's first chunk; empty once that is sent."""
     num_tokens: int = 0
 
     def take_first(self) -> Json:
@@ -122,38 +125,38 @@ class StreamedChoice:
 
 @dataclass
 class Answer(ABC):
-    """To one HTTP request."""
+    """The answer to one HTTP request."""
 
     KIND: ClassVar[str]
     CHUNK_KIND: ClassVar[str]
     id: str
     engine_id: str
-    """What the engine calls it, of which there is no other."""
+    """The unique id under which the engine knows the request."""
     model: str
     body: SamplingBody
     prompts: Sequence[Prompt]
     tokens: Tokens
     params: Sequence[SamplingParams | BeamSearchParams] = ()
-    """Of each prompt."""
+    """The parameters of each prompt."""
     created: int = field(default_factory=lambda: int(time.time()))
     _told: dict[int, StreamedChoice] = field(default_factory=dict)
     _num_cached: int = 0
 
     @cached_property
     def request_ids(self) -> list[str]:
-        """The engine's requests: several are numbered."""
+        """The ids of the engine's requests. They have a number at the end if there are several prompts."""
         number = len(self.prompts)
         return [self.engine_id] if number == 1 else [f"{self.engine_id}-{place}" for place in range(number)]
 
     def asked(self) -> list[AsyncRequest]:
-        """What is asked of the engine."""
+        """Return the requests for the engine, one per prompt."""
         return [
             AsyncRequest(request_id, prompt.token_ids, params, prompt.text, self.body.priority or 0)
             for request_id, prompt, params in zip(self.request_ids, self.prompts, self.params, strict=True)
         ]
 
     def num_told(self, outputs: Sequence[RequestOutput]) -> int:
-        """The tokens of which the answer in one piece says something each."""
+        """Return the number of tokens that `whole` reports one by one, which determines its cost."""
         if not self.body.echo and self.body.reported is None and self.body.prompt_logprobs is None:
             return 0
         return sum(
@@ -161,7 +164,7 @@ class Answer(ABC):
         )
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Json:
-        """The answer in one piece."""
+        """Return the whole answer."""
         choices = [
             self._choice(self._number(place, one.index), output, one)
             for place, output in enumerate(outputs)
@@ -174,7 +177,7 @@ class Answer(ABC):
         return answer | self._beside(prompt_logprobs, choices)
 
     def pieces(self, update: RequestUpdate) -> Iterator[bytes]:
-        """The chunks that tell what is new of one request."""
+        """Yield the chunks for one update, encoded."""
         place = self.request_ids.index(update.request_id) if len(self.prompts) > 1 else 0
         if update.output:
             self._num_cached += update.output.num_cached_tokens
@@ -193,34 +196,34 @@ class Answer(ABC):
                 yield self._chunk({"choices": [self._choice_piece(number, new, told)]})
 
     def usage_piece(self) -> bytes:
-        """The last chunk, which counts the tokens."""
+        """Return the last chunk, which has the number of tokens."""
         return event(self._head(self.CHUNK_KIND) | {"choices": [], "usage": self._usage_so_far()})
 
-    # --- What the two ways to generate have of their own ------------------------------------------
+    # --- Differences between completions and chats ------------------------------------------------
 
     @abstractmethod
     def _choice(self, number: int, output: RequestOutput, one: CompletionOutput) -> Json:
-        """One whole choice."""
+        """Return one whole choice."""
 
     @abstractmethod
     def _first_chunks(
         self, number: int, prompt: Prompt, told: StreamedChoice, prompt_logprobs: PromptLogprobs | None
     ) -> Iterable[Json]:
-        """What comes before the first token of a choice, a chunk each."""
+        """Return the chunks that come before the first token of a choice."""
 
     @abstractmethod
     def _places(self, prompt: Prompt) -> Places | None:
-        """Where the tokens of a choice begin; None if the answer does not say."""
+        """Return a `Places` for the tokens of a choice; None if the answer has no offsets."""
 
     @abstractmethod
     def _choice_piece(self, number: int, new: CompletionUpdate, told: StreamedChoice) -> Json:
-        """What is new of a choice."""
+        """Return the chunk for an update of a choice."""
 
     @abstractmethod
     def _beside(self, prompt_logprobs: list[list[Json | None] | None], choices: list[Json]) -> Json:
-        """Where the log-probabilities of the prompts go: into the choices, or beside them (returned)."""
+        """Add the prompts' log-probabilities to the choices, or return them as fields of the answer."""
 
-    # --- What they share --------------------------------------------------------------------------
+    # --- Shared parts -----------------------------------------------------------------------------
 
     def _number(self, place: int, index: int) -> int:
         return place * (self.body.n or 1) + index
@@ -229,7 +232,7 @@ class Answer(ABC):
         return len(token_ids)
 
     def _of_prompt(self, prompt: Prompt, prompt_logprobs: PromptLogprobs | None) -> Json:
-        """What a stream says of a prompt beside its text, once for each choice."""
+        """Return the fields about a prompt that a stream sends once per choice, besides the prompt's text."""
         said: Json = {"prompt_token_ids": list(prompt.token_ids)} if self.body.return_token_ids else {}
         if (ranked := self._prompt_logprobs(prompt.token_ids, prompt_logprobs)) is not None:
             said["prompt_logprobs"] = ranked
@@ -259,8 +262,8 @@ class Answer(ABC):
     def _prompt_logprobs(
         self, token_ids: Sequence[int], prompt_logprobs: PromptLogprobs | None
     ) -> list[Json | None] | None:
-        """As vLLM has them: for each token of the prompt {token id: its log-probability and rank}; null for the first,
-        and the rank null where it is beyond those that were asked for."""
+        """Return the prompt's log-probabilities in vLLM's form: for each token a dict {token id: log-probability and
+        rank}. It is null for the first token. A rank beyond the requested number is null."""
         if self.body.prompt_logprobs is None or prompt_logprobs is None:
             return None
         number = self.body.prompt_logprobs
@@ -279,7 +282,7 @@ class Answer(ABC):
 
 
 class CompletionAnswer(Answer):
-    """To /v1/completions."""
+    """The answer to POST /v1/completions."""
 
     KIND = "text_completion"
     CHUNK_KIND = "text_completion"
@@ -309,7 +312,7 @@ class CompletionAnswer(Answer):
 
     @property
     def _only_echo(self) -> bool:
-        """Nothing is to be generated; the engine has made one token, for the prompt's sake."""
+        """Whether the answer is only the prompt. The engine then generates one token, which is dropped."""
         return self.body.max_tokens == 0
 
     def _first_chunks(
@@ -342,8 +345,8 @@ class CompletionAnswer(Answer):
         return {}
 
     def _prompt_text(self, prompt: Prompt) -> str:
-        """The prompt as it was given. A prompt of token ids is shown with its special tokens; the beginning of a
-        character at its end is left to the generated text, if there is any."""
+        """Return the prompt's text. A prompt of token ids is shown with its special tokens. If it ends within a
+        character, that character is left to the generated text, if there is any."""
         if prompt.text is not None:
             return prompt.text
         if prompt.echo is None:
@@ -357,14 +360,14 @@ class CompletionAnswer(Answer):
         return Places(self.tokens, prompt, len(self._prompt_text(prompt)) if self.body.echo else 0)
 
     def _logprobs(self, token_ids: Sequence[int], logprobs: Logprobs | None, prompt: Prompt) -> Json | None:
-        """The log-probabilities of an output."""
+        """Return the log-probabilities of an output."""
         places = self._places(prompt)
         if logprobs is None or places is None:
             return None
         return self._with_places(token_ids, logprobs[: len(token_ids)], places.of(token_ids))
 
     def _logprobs_of_prompt(self, prompt: Prompt, logprobs: PromptLogprobs | None) -> Json | None:
-        """The log-probabilities of an echoed prompt: for each token the number that is asked for of the output."""
+        """Return the log-probabilities of an echoed prompt, with the same number per token as for the output."""
         if self.body.logprobs is None or logprobs is None:
             return None
         if prompt.echoed_logprobs is None:
@@ -386,8 +389,8 @@ class CompletionAnswer(Answer):
         }
 
     def _by_text(self, chosen: int, logprobs: Mapping[int, float]) -> Json:
-        """Log-probabilities by the tokens' texts, the likeliest first. Of several tokens with one text, such as parts
-        of characters, it has the chosen one, or else the likeliest."""
+        """Return log-probabilities by the tokens' texts, the likeliest first. If several tokens have one text, such as
+        parts of characters, only one of them is kept: the chosen one, or else the likeliest."""
         by_text: Json = {}
         for token, logprob in logprobs.items():
             by_text.setdefault(self.tokens(token), max(logprob, LEAST_LOGPROB))
@@ -395,14 +398,14 @@ class CompletionAnswer(Answer):
 
 
 def _joined(first: Json | None, second: Json | None) -> Json | None:
-    """The log-probabilities of a prompt, and behind them those of its output."""
+    """Return the log-probabilities of a prompt, followed by those of its output."""
     if first is None or second is None:
         return second
     return {name: [*first[name], *second[name]] for name in first}
 
 
 class ChatAnswer(Answer):
-    """To /v1/chat/completions."""
+    """The answer to POST /v1/chat/completions."""
 
     KIND = "chat.completion"
     CHUNK_KIND = "chat.completion.chunk"
@@ -423,7 +426,7 @@ class ChatAnswer(Answer):
 
     @property
     def _echo(self) -> str:
-        """The message that is continued, which comes back in front of what continues it."""
+        """The message that the answer continues, which is repeated before the new text; "" without `echo`."""
         last = self.body.messages[-1]
         if not self.body.echo or last.get("role") != self._role:
             return ""
@@ -480,5 +483,5 @@ class ChatAnswer(Answer):
 
 
 def only(number: int, token_id: int, logprobs: Mapping[int, float]) -> dict[int, float]:
-    """Of these log-probabilities, which are in order, those of the `number` likeliest, and the token's own."""
+    """Return the first `number` log-probabilities, which are sorted, and the token's own."""
     return dict(list(logprobs.items())[:number]) | {token_id: logprobs[token_id]}

@@ -1,9 +1,9 @@
-"""The endpoints: OpenAI's and vLLM's, over an engine that a thread steps (`async_llm.py`).
+"""The endpoints, OpenAI's and vLLM's, in front of an engine that a thread steps (`async_llm.py`).
 
-- Whatever is wrong with a request is a 400 that says so, never FastAPI's 422, and at most ten faults at a time.
-- A client that hangs up ends its requests at once: while they are read, queued, in the middle of a prompt, or streamed.
-  Whoever works for a client therefore races against `receive()`, which tells of that; polling for it does not work
-  everywhere.
+- A faulty request gets a 400 that names its faults, ten at most. FastAPI's 422 is never used.
+- When a client hangs up, its requests are aborted immediately, also while they are being read, queued, prefilled or
+  streamed. All work for a client therefore races against `receive()`, which reports that the client is gone. Polling
+  for that does not work everywhere.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from minipaged.tiers.devices import own_version
 
 Result = TypeVar("Result")
 MOST_BODY_BYTES = 8 * 2**20
-TOO_LONG = f"the body is longer than {MOST_BODY_BYTES:,} bytes, which are the most that is taken; send less at a time"
+TOO_LONG = f"the body is longer than the limit of {MOST_BODY_BYTES:,} bytes; send less at a time"
 MOST_FAULTS = 10
 MOST_CHARACTERS = 200
-"""Of what was sent, in the message about it."""
+"""The number of characters of a faulty value that an error message quotes."""
 RETRY_AFTER = "1"
-"""Seconds, with each 503: the queue is full, or another server is there by then."""
+"""Seconds after which to try again, sent with each 503. By then the queue may have room, or another server be ready."""
 ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 CLIENT_GONE = 499
 MANY_TOKENS = 500
-"""To say something of each takes ten milliseconds or so."""
+"""Writing an answer that reports this number of tokens one by one takes about ten milliseconds."""
 
 STATUS = {
     InvalidRequest: (400, "BadRequestError"),
@@ -61,12 +61,13 @@ STATUS = {
 
 
 def create_app(serving: Words, *, key: str | None = None, cors_origins: Sequence[str] = ()) -> FastAPI:
-    """The server's application. `key`: what clients have to send; `cors_origins`: pages elsewhere that may call it."""
+    """Make the server's application. `key`: the API key that clients must send. `cors_origins`: the origins of web
+    pages that may call it."""
     app = FastAPI(
         title="minipaged",
         description="An OpenAI-compatible server around PagedAttention.",
         version=own_version(),
-        docs_url=None,  # its page fetches scripts from elsewhere
+        docs_url=None,  # its page loads scripts from other servers
         redoc_url=None,
     )
     load = ServerLoad()
@@ -85,7 +86,7 @@ def create_app(serving: Words, *, key: str | None = None, cors_origins: Sequence
     app.add_exception_handler(MinipagedError, _known_error)
     app.add_exception_handler(Exception, _unknown_error)
     app.add_middleware(LoadGuard, load=load)
-    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=MOST_BODY_BYTES)  # of one that does not say how long
+    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=MOST_BODY_BYTES)  # for bodies without a length
     too_long = answered(_error(TOO_LONG, "BadRequestError", 413), 413)
     app.add_middleware(LengthGuard, most=MOST_BODY_BYTES, refusal=too_long)
     if key:
@@ -115,7 +116,9 @@ def _generating(serving: Words) -> APIRouter:
     thread = ThreadPoolExecutor(1, "minipaged-bodies")
     router = APIRouter(route_class=json_route(thread), responses=ERRORS)
     pieces: Json = {"text/event-stream": {}}
-    told: dict[int | str, dict[str, Any]] = {200: {"description": "In pieces with stream=true.", "content": pieces}}
+    told: dict[int | str, dict[str, Any]] = {
+        200: {"description": "The answer; in chunks with stream=true.", "content": pieces}
+    }
 
     @router.post("/v1/completions", summary="Continue prompts", responses=told)
     async def completions(body: CompletionBody, request: Request) -> Response:
@@ -127,11 +130,11 @@ def _generating(serving: Words) -> APIRouter:
         answer = await unless_gone(request, serving.chat(body, *_names(request, body.request_id, "chatcmpl")))
         return await _respond(serving, answer, request)
 
-    @router.post("/tokenize", summary="The tokens of a prompt or of a conversation")
+    @router.post("/tokenize", summary="Tokenize a prompt or a conversation")
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
         return answered(await unless_gone(request, serving.tokenize(body)))
 
-    @router.post("/detokenize", summary="The text of tokens")
+    @router.post("/detokenize", summary="Turn tokens into text")
     async def detokenize(body: DetokenizeBody, request: Request) -> Response:
         return answered(await unless_gone(request, serving.detokenize(body)))
 
@@ -139,8 +142,9 @@ def _generating(serving: Words) -> APIRouter:
 
 
 def _names(request: Request, given: str | None, prefix: str) -> tuple[str, str]:
-    """The id of an answer, and what the engine is to call it. The id is from the body, or the header X-Request-Id, or
-    made up. A client may use one twice (a second attempt, say), while the engine is not done with the first."""
+    """Return the id of an answer, and the engine's id for it. The id is from the body, or the header X-Request-Id, or
+    random. The engine's id always has a random part, because a client may use an id again, e.g. for a second attempt,
+    before the engine is done with the first."""
     if given and not ID.fullmatch(given):
         raise InvalidRequest("request_id may have letters, digits, and _ . : - only, 128 at most")
     name = given or request.headers.get("x-request-id", "")
@@ -151,11 +155,12 @@ def _names(request: Request, given: str | None, prefix: str) -> tuple[str, str]:
 
 
 async def _respond(serving: Words, answer: Answer | None, request: Request) -> Response:
-    """Have the engine do what the answer is about, and answer: whole, or in pieces as they come."""
+    """Send an answer's requests to the engine, and respond with the whole answer or a stream. `answer` is None if the
+    client is gone."""
     if answer is None:
         return Response(status_code=CLIENT_GONE)
     if answer.body.stream:
-        # Not raced: if the client goes meanwhile, the response finds out at once.
+        # No race here: if the client leaves meanwhile, the EventStream notices it immediately.
         return EventStream(answer, await serving.allm.add(answer.asked()))
 
     async def work() -> Json:
@@ -172,7 +177,7 @@ async def _respond(serving: Words, answer: Answer | None, request: Request) -> R
 
 
 class EventStream(Response):
-    """The answer as server-sent events, until it is complete or the client is gone."""
+    """A response that sends an answer as server-sent events, until it is complete or the client is gone."""
 
     media_type = "text/event-stream"
 
@@ -189,7 +194,7 @@ class EventStream(Response):
             await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._stream.close()
-            sending.cancel()  # it may wait for a buffer that nobody empties
+            sending.cancel()  # it may wait for a full buffer that the client no longer reads
             gone.cancel()
             await asyncio.gather(sending, gone, return_exceptions=True)
 
@@ -217,14 +222,14 @@ class EventStream(Response):
 
 
 async def written(num_tokens: int, write: Callable[[], Result]) -> Result:
-    """The result of `write`, which says something of each of so many tokens. If there are many, a thread makes it, and
-    the event loop goes on meanwhile."""
+    """Return the result of `write`, which reports `num_tokens` tokens one by one. For many tokens it runs in a thread,
+    so that it does not block the event loop."""
     return write() if num_tokens <= MANY_TOKENS else await asyncio.to_thread(write)
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """What comes of the work; None if the client hangs up before it is done. The work is cancelled then, and waited
-    for."""
+    """Return the result of the work; None if the client hangs up before it is done. In that case, cancel the work and
+    wait for its end."""
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_until_gone(request.receive))
     try:
@@ -242,53 +247,53 @@ async def _until_gone(receive: Receive) -> None:
 
 
 def answered(data: Json | None, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """JSON; or, for None, nothing to somebody who is gone."""
+    """Respond with JSON; with an empty response if `data` is None, because the client is gone."""
     if data is None:
         return Response(status_code=CLIENT_GONE)
     return Response(msgspec.json.encode(data), status, headers, "application/json")
 
 
 def unavailable(message: str) -> Response:
-    """503, with the time after which to ask again."""
+    """Respond with 503, and the time after which to try again."""
     return answered(_error(message, "ServiceUnavailableError", 503), 503, {"Retry-After": RETRY_AFTER})
 
 
-# --- Endpoints that tell --------------------------------------------------------------------------
+# --- Endpoints that report ------------------------------------------------------------------------
 
 
 def _telling(serving: Words, load: ServerLoad) -> APIRouter:
     router = APIRouter()
     started = int(time.time())
 
-    @router.get("/v1/models", summary="The model, by its names")
-    @router.get("/v1/models/", include_in_schema=False)  # which would be a model without a name
+    @router.get("/v1/models", summary="List the model under each of its names")
+    @router.get("/v1/models/", include_in_schema=False)  # else it would match a model with an empty name
     async def models() -> Response:
         return answered({"object": "list", "data": [serving.card(name, started) for name in serving.names]})
 
-    @router.get("/v1/models/{name:path}", summary="The model", responses={404: ERRORS[404]})
+    @router.get("/v1/models/{name:path}", summary="Describe the model", responses={404: ERRORS[404]})
     async def model(name: str) -> Response:
         serving.check_model(name)
         return answered(serving.card(name, started))
 
-    dead: dict[int | str, dict[str, Any]] = {503: {"description": "It is dead, or takes no more requests."}}
+    dead: dict[int | str, dict[str, Any]] = {503: {"description": "The engine is dead, or takes no more requests."}}
 
-    @router.get("/health", summary="Whether the engine lives", response_class=Response, responses=dead)
+    @router.get("/health", summary="Check whether the engine is alive", response_class=Response, responses=dead)
     @router.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
     async def health() -> Response:
         await serving.check_health()
         return Response()
 
-    @router.get("/version", summary="Of minipaged")
+    @router.get("/version", summary="The version of minipaged")
     async def tell_version() -> Response:
         return answered({"version": own_version()})
 
-    @router.get("/metrics", summary="For Prometheus, by vLLM's names", response_class=PlainTextResponse)
+    @router.get("/metrics", summary="Metrics for Prometheus, with vLLM's names", response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
         accept = request.headers.get("accept", "")
         text, content_type = await serving.exposition(accept)
         return Response(text, headers={"Content-Type": content_type})
 
-    @router.get("/load", summary="How many requests are being served")
+    @router.get("/load", summary="The number of requests being served")
     async def tell_load() -> Response:
         return answered({"server_load": load.num_served})
 
@@ -304,8 +309,8 @@ def _error(message: str, kind: str, status: int, param: str | None = None) -> Js
 
 async def _invalid_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    faults = error.errors()  # few: lists end with the first
-    # One of several shapes: pydantic tells a fault for each of them.
+    faults = error.errors()  # few, because a list reports only its first fault
+    # For a field that may have several types, pydantic reports a fault for each of them.
     told = list(dict.fromkeys(_shape(fault, error.body) or _fault(fault) for fault in faults))
     if len(told) > MOST_FAULTS:
         told[MOST_FAULTS:] = [f"and {len(told) - MOST_FAULTS} more"]
@@ -315,7 +320,7 @@ async def _invalid_body(request: Request, error: Exception) -> Response:
 
 
 def _shape(fault: Json, body: Any) -> str | None:
-    """What a field should be that may be one of several things."""
+    """Describe the types of a field that may have several; None for other fields."""
     where = fault["loc"][1:2]
     if not where or where[0] not in SHAPES or not isinstance(body, dict):
         return None
@@ -323,13 +328,13 @@ def _shape(fault: Json, body: Any) -> str | None:
 
 
 def _given(value: Any) -> str:
-    """The value, cut: of a long one only the beginning is written out at all."""
+    """Return the value as text, cut at MOST_CHARACTERS. Only the beginning of a long value is ever written out."""
     given = repr(_beginning(value, iter(range(MOST_CHARACTERS))))
     return given if len(given) <= MOST_CHARACTERS else given[:MOST_CHARACTERS] + "…"
 
 
 def _beginning(value: Any, left: Iterator[int]) -> Any:
-    """The first values of lists and objects, as many as are `left`."""
+    """Return the beginning of a value: lists and objects keep their first values, until `left` is used up."""
     if isinstance(value, list):
         return [_beginning(each, left) for each, _ in zip(value, left, strict=False)]
     if isinstance(value, dict):
@@ -341,7 +346,7 @@ def _fault(fault: Json) -> str:
     if fault["type"] == "json_invalid":
         return f"the body is not JSON: {fault['ctx']['error']}"
     if isinstance(fault.get("input"), bytes):
-        return "the body was not taken for JSON; send it with the header Content-Type: application/json"
+        return "the body is not declared as JSON; send it with the header Content-Type: application/json"
     if fault["type"] == "missing" and fault["loc"] == ("body",):
         return "the body is empty; send a JSON object"
     where = ".".join(str(part) for part in fault["loc"] if part != "body") or "the body"
@@ -374,7 +379,7 @@ async def _known_error(request: Request, error: Exception) -> Response:
 
 
 def _param(error: Exception) -> str | None:
-    """The field that an error is about: what is said of one begins with its name."""
+    """Return the field that an error is about. Such a message begins with the field's name."""
     [first] = re.findall(r"^\w*", str(error))
     return "model" if isinstance(error, UnknownModel) else first if first in FIELDS else None
 

@@ -1,9 +1,9 @@
-"""Bodies: from bytes to what is asked, with nobody else kept waiting.
+"""Decodes the bodies of requests without blocking other requests.
 
-A small body is decoded at once and validated by FastAPI. A large one would keep the event loop for seconds: it is
-decoded and validated in a thread, one at a time. Other threads get a turn only between two calls into a library, so
-each call must be short: a body with too many values is refused before it is decoded, and lists of token ids are decoded
-one by one.
+A small body is decoded immediately and validated by FastAPI. A large one would block the event loop for seconds, so it
+is decoded and validated in a thread, one at a time. Other threads get a turn only between two calls into a library, so
+each call must be short. Therefore a body with too many values is refused before it is decoded, and lists of token ids
+are decoded one by one.
 """
 
 from __future__ import annotations
@@ -28,25 +28,27 @@ from minipaged.serve.protocol import MOST_PROMPTS
 
 Body = TypeVar("Body", bound=BaseModel)
 LARGE = 2**16
-"""Bytes; a longer body is read in a thread, because it would hold up the event loop for too long."""
+"""The longest body, in bytes, that is decoded in the event loop. A longer one would block it for too long."""
 MOST_VALUES = 2**18
-"""The most values in one field, and in one list of token ids: decoding them takes half a dozen milliseconds."""
+"""The largest number of values in one field, and in one list of token ids. Decoding them takes half a dozen
+milliseconds."""
 FEW_TEXTS = 2**13
-"""A body with more quotes than this holds many texts: it is bounded and decoded as a whole, not field by field."""
+"""The number of quotes up to which a body is decoded field by field. With more it holds many texts, and is checked and
+decoded as a whole."""
 LISTS = 8
-"""Making a list or an object takes as long as making this number of numbers."""
+"""Decoding a list or an object takes as long as decoding this number of numbers."""
 
 NO_OBJECT = "the body must be a JSON object, with the fields of the request"
 LONE_HALF = re.compile(
     rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
 )
-"""Matches each escape; the first group is set if it is a surrogate without its other half."""
+"""Matches each escape sequence. Group 1 is set if it is a surrogate without its other half."""
 AT_BYTE = re.compile(r" \(byte (\d+)\)$")
 WORD = re.compile(rb"-?[A-Za-z_]\w*")
 
 
 class JsonRequest(Request):
-    """A request whose body is JSON as it should be: no NaN, no halves of characters, not nested without end."""
+    """A request whose body is strict JSON: without NaN, lone surrogates or very deep nesting."""
 
     def __init__(self, request: Request, kind: type[BaseModel], thread: Executor) -> None:
         super().__init__(request.scope, request.receive)
@@ -54,7 +56,7 @@ class JsonRequest(Request):
         self._thread = thread
 
     async def json(self) -> Any:
-        """The body, decoded; a large one validated too, so that FastAPI finds nothing left to do."""
+        """Return the body, decoded. A large one is validated too, so that FastAPI does not validate it."""
         body = await self.body()
         if len(body) <= LARGE:
             return decoded(body)
@@ -63,7 +65,7 @@ class JsonRequest(Request):
 
 
 def json_route(thread: Executor) -> type[APIRoute]:
-    """The class of routes that take a body. `thread`: where large ones are read."""
+    """Return the class of routes that take a body. `thread` decodes large ones."""
 
     class JsonRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -74,7 +76,9 @@ def json_route(thread: Executor) -> type[APIRoute]:
             async def strictly(request: Request) -> Response:
                 try:
                     return await handle(JsonRequest(request, kind, thread))
-                except HTTPException as error:  # FastAPI raises it for any error of `json` that is not about JSON
+                except (
+                    HTTPException
+                ) as error:  # FastAPI raises it for any error in `json` that is not a JSONDecodeError
                     if isinstance(error.__cause__, InvalidRequest | RequestValidationError):
                         raise error.__cause__ from None
                     raise
@@ -85,7 +89,7 @@ def json_route(thread: Executor) -> type[APIRoute]:
 
 
 def validated(body: bytes, kind: type[Body]) -> Body:
-    """The body as `kind`. Raises what `decoded` raises, and RequestValidationError as FastAPI would."""
+    """Decode and validate a body. Raises the errors of `decoded`, and RequestValidationError as FastAPI does."""
     given = decoded(body)
     try:
         return kind.model_validate(given)
@@ -95,7 +99,8 @@ def validated(body: bytes, kind: type[Body]) -> Body:
 
 
 def decoded(body: bytes) -> dict[str, Any]:
-    """The JSON object. Raises JSONDecodeError for what is no JSON, and InvalidRequest for JSON that is not taken."""
+    """Decode a body, which must be a JSON object. Raises JSONDecodeError if it is not JSON, and InvalidRequest if it is
+    not an object or too large."""
     try:
         few = _weight(body) <= MOST_VALUES
         if few or body.count(b'"') > FEW_TEXTS:
@@ -112,22 +117,24 @@ def decoded(body: bytes) -> dict[str, Any]:
 
 
 def _weight(text: bytes) -> int:
-    """An upper bound on the cost of decoding the JSON, in numbers: commas in texts count too."""
+    """Return an upper bound on the cost of decoding JSON, in numbers. It counts commas and brackets in texts too."""
     return text.count(b",") + LISTS * (text.count(b"[") + text.count(b"{"))
 
 
 def _field(name: str, text: bytes) -> Any:
-    """The value of one field."""
+    """Decode the value of one field."""
     if _weight(text) <= MOST_VALUES:
         return msgspec.json.decode(text)
     if b'"' not in text and (lists := _lists(name, text)) is not None:
-        return [msgspec.json.decode(each) for each in lists]  # `map` would give no other thread a turn in between
+        return [
+            msgspec.json.decode(each) for each in lists
+        ]  # not `map`, which would not let other threads run in between
     _check_number(text, name if re.fullmatch(r"\w{1,100}", name) else "a field of the body")
     return msgspec.json.decode(text)
 
 
 def _lists(name: str, text: bytes) -> list[bytes] | None:
-    """The parts of a list of lists of numbers; None for anything else. (That it is JSON is known.)"""
+    """Split a list of lists of numbers into its lists; return None for anything else. The text is known to be JSON."""
     if text.count(b"]", 0, -1) != text.count(b"[", 1) or not text.startswith(b"["):
         return None
     if text.count(b"[", 1) > MOST_PROMPTS:
@@ -141,7 +148,7 @@ def _lists(name: str, text: bytes) -> list[bytes] | None:
 
 
 def _check_number(text: bytes, what: str) -> None:
-    """Raise InvalidRequest if the JSON holds more values than are taken. Commas and brackets in texts do not count."""
+    """Raise InvalidRequest if the JSON holds too many values. Commas and brackets in texts do not count."""
     weight = at = 0
     while weight <= MOST_VALUES:
         begin = text.find(b'"', at)
@@ -152,13 +159,13 @@ def _check_number(text: bytes, what: str) -> None:
         at = _end_of_text(text, begin)
     if weight > MOST_VALUES:
         raise InvalidRequest(
-            f"{what} holds too many values: at most {MOST_VALUES:,} numbers are taken in one list, {MOST_PROMPTS:,} "
-            f"such lists as prompts, and {MOST_VALUES // LISTS:,} lists or objects; send less at a time"
+            f"{what} holds too many values: at most {MOST_VALUES:,} numbers in one list, {MOST_PROMPTS:,} such "
+            f"lists as prompts, and {MOST_VALUES // LISTS:,} lists or objects are allowed; send less at a time"
         )
 
 
 def _end_of_text(text: bytes, begin: int) -> int:
-    """Where a text that begins with the quote at `begin` is over."""
+    """Return the index after the end of the text that begins with the quote at `begin`."""
     end = begin
     while (end := text.find(b'"', end + 1)) >= 0:
         before = end
@@ -169,16 +176,18 @@ def _end_of_text(text: bytes, begin: int) -> int:
     return len(text)
 
 
-# --- What is wrong --------------------------------------------------------------------------------
+# --- Error messages -------------------------------------------------------------------------------
 
 
 def _what_is_wrong(body: bytes, error: Exception) -> Exception:
-    """The error in words that say what to look for."""
+    """Return an error with a message that says what to look for."""
     if isinstance(error, RecursionError):
         return InvalidRequest("the body is nested too deeply: lists in lists, or objects in objects; make it flatter")
     if isinstance(error, UnicodeDecodeError):
         byte = error.object[error.start]
-        return json.JSONDecodeError(f"a text in it is not UTF-8 (it has the byte 0x{byte:02x}); encode it so", "", 0)
+        return json.JSONDecodeError(
+            f"a text in it is not UTF-8 (it has the byte 0x{byte:02x}); encode it in UTF-8", "", 0
+        )
     if isinstance(error, msgspec.ValidationError):
         if "out of range" in str(error):
             return InvalidRequest("a number in the body is out of range: it must be less than 1e308 or so")
@@ -187,16 +196,15 @@ def _what_is_wrong(body: bytes, error: Exception) -> Exception:
     escapes = LONE_HALF.finditer(body) if said == "Input data was truncated" or "surrogate" in said else ()
     if half := next((escape for escape in escapes if escape[1]), None):
         return InvalidRequest(
-            f"the body has {half[0].decode()} at byte {half.start()}, which is half of a character: an escape of d800 "
-            "to dfff means something only as one of a pair, and no text in UTF-8 can have it alone; leave it out, or "
-            "send both halves"
+            f"the body has {half[0].decode()} at byte {half.start()}, which is half of a character, and cannot be "
+            "written in UTF-8: escapes from d800 to dfff are valid only in pairs; leave it out, or send both halves"
         )
     words = said.removeprefix("JSON is malformed: ").replace("Input data was truncated", "it ends too early")
     return json.JSONDecodeError(_plainer(body, words), "", 0)
 
 
 def _plainer(body: bytes, words: str) -> str:
-    """The decoder's words, or better ones where it says no more than that a character is invalid."""
+    """Return the decoder's message, or a better one if it only says that a character is invalid."""
     at = AT_BYTE.search(words)
     if not words.startswith("invalid character (") or not at:
         return words
@@ -204,7 +212,7 @@ def _plainer(body: bytes, words: str) -> str:
     if body.startswith(b"\xef\xbb\xbf"):
         return "it begins with a byte order mark; leave that out"
     if body[start] < 0x20:
-        return f"a text in it has the control character \\u{body[start]:04x} as it is{at[0]}; escape it"
+        return f"a text in it has the control character \\u{body[start]:04x} unescaped{at[0]}; escape it"
     while start and body[start - 1 : start].isalnum() | (body[start - 1 : start] == b"-"):
         start -= 1
     if word := WORD.match(body, start):

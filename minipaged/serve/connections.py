@@ -1,18 +1,18 @@
-"""Connections: how many there may be, which one makes room when all are taken, and how a client's leaving is noticed.
+"""Accepts connections, bounds their number, and notices when a client leaves.
 
-Each connection is a file to the system, and a process may open only so many. At that bound asyncio would try to accept
-the next one again and again, and log each attempt. So the server accepts by itself (`Door`), and never beyond what is
-left of the files:
+Each connection is an open file, and the system limits the number of files of a process. At the limit, asyncio would try
+to accept the next connection again and again, and log each attempt. So the server accepts connections itself (`Door`),
+and never more than it has files for:
 
-- While there is room, a connection is taken in.
-- At the bound, the connection that has been silent the longest makes room: one that has sent nothing yet, or half of a
-  request, or that waits between two requests. So idle connections keep nobody out.
-- If none has been silent long enough, the newcomer is answered 503 at once and let go.
+- Below the limit, each connection is accepted.
+- At the limit, the connection that has been silent the longest is closed to make room. A connection is silent if it has
+  sent nothing yet or half of a request, or waits between two requests. So idle connections keep no client out.
+- If no connection has been silent long enough, the new one gets a 503 immediately and is closed.
 
-(Windows has no such bound, and no event loop that can wait at the door: uvicorn accepts there.)
+(On Windows there is no such limit, and the event loop cannot wait for sockets this way, so uvicorn accepts there.)
 
-A connection reads on while its request is served, because that is how the end of a connection is noticed. What a client
-sends ahead meanwhile is kept for later, up to a bound (`Connection`).
+A connection is read also while its request is served, because this is the only way to notice that it has ended. Data
+that a client sends meanwhile is kept for later, up to a bound (`Connection`).
 """
 
 from __future__ import annotations
@@ -38,44 +38,48 @@ if sys.platform != "win32":
     import resource
 
 MOST_FILES = 2**16
-"""Files that the process asks the system for, where that allows more: vLLM does so, too."""
+"""The largest file limit that the process asks the system for, as in vLLM."""
 SPARE_FILES = 64
-"""Files kept free for everything but connections: those read while serving, connections being refused or closed."""
+"""The number of files kept free for other purposes: files read while serving, and connections being refused or
+closed."""
 AT_ONCE = 16
-"""The most connections taken in before the event loop does something else, and the most refused ones left open."""
+"""The number of connections accepted before the event loop runs other tasks. Also the largest number of refused
+connections that stay open for a moment."""
 SILENT_S = 0.25
-"""Seconds a connection must have been silent before it is closed for a new one: a first request may be on its way."""
+"""Seconds for which a connection must be silent before it may be closed to make room. Its first request may be on its
+way."""
 LINGER_S = 1.0
-"""Seconds a refused client has to read why; also how long the door stays shut when the system has no more files."""
+"""Seconds for which a refused client can read the answer, and for which the door stays shut when the system has no more
+files."""
 EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-"""Errors of a system that has no more files, or memory, for a connection: the spare files are used up."""
+"""Errors of `accept` when the system has no more files or memory for a connection, in spite of the spare files."""
 QUIET_S = 60.0
-"""Seconds between two lines of the door in the log, at least."""
+"""The least number of seconds between two log messages of the door."""
 MOST_AHEAD = 2**16
-"""Bytes that are kept of what a client sends while its request is served. HTTP calls it pipelining."""
+"""The number of bytes that a client may send ahead while its request is served (HTTP pipelining)."""
 
 
 def raise_file_limit() -> None:
-    """Let this process open as many files as the system lets it, up to `MOST_FILES`."""
-    if sys.platform == "win32":  # which has no such limit
+    """Raise this process's file limit to the system's maximum, or to `MOST_FILES` if that is less."""
+    if sys.platform == "win32":  # it has no such limit
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(OSError, ValueError):  # some systems have a lower limit beside this one
+        with suppress(OSError, ValueError):  # some systems have another, lower limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def most_connections() -> int:
-    """The number of connections that this process has files for, beside those that it has open now."""
+    """Return the number of connections that this process has files for, in addition to its open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_FILES if soft == resource.RLIM_INFINITY else soft
     return max(1, most - len(os.listdir("/dev/fd")) - SPARE_FILES)
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection, but one that keeps reading when a client sends a request ahead: so it notices when the
-    client leaves."""
+    """A uvicorn connection that keeps reading when a client sends a request ahead, so that it notices when the client
+    leaves."""
 
     def __init__(self, door: Door, **given: Any) -> None:
         super().__init__(**given)
@@ -96,7 +100,7 @@ class Connection(H11Protocol):
             self._note()
         elif self.cycle.keep_alive:
             self._ahead += data
-            if len(self._ahead) > MOST_AHEAD:  # the request is answered, and nothing after it
+            if len(self._ahead) > MOST_AHEAD:  # answer the current request, and none after it
                 self._ahead.clear()
                 self.cycle.keep_alive = False
                 self.cycle.default_headers = [*self.cycle.default_headers, CLOSE_HEADER]
@@ -113,7 +117,7 @@ class Connection(H11Protocol):
         self._note()
 
     def cut_off(self, refusal: bytes) -> None:
-        """End the connection now, with `refusal` where an answer is expected and has not begun."""
+        """Close the connection now. Send `refusal` if the client waits for an answer that has not begun."""
         if self.cycle and not self.cycle.response_started and not self.transport.is_closing():
             self.transport.write(refusal)
             self.transport.close()
@@ -122,11 +126,12 @@ class Connection(H11Protocol):
 
     @property
     def _is_served(self) -> bool:
-        """Whether a request is here as a whole, and its answer is not complete."""
+        """Whether a request has been received completely, and its answer is not complete."""
         return bool(self.cycle) and not self.cycle.response_complete and not self.cycle.more_body
 
     def _note(self) -> None:
-        """Something was received or sent. If it is the client's turn now, the connection is silent from now on."""
+        """Restart the measurement of silence after data was received or sent. The connection is silent from now on if
+        it waits for the client."""
         silent = self._door.silent
         silent.pop(self, None)
         if not (self._is_served or self.flow.write_paused or self.transport.is_closing()):
@@ -134,13 +139,13 @@ class Connection(H11Protocol):
 
 
 class Door:
-    """Takes connections in for a server, `most` at a time. `refusal`: the answer to those beyond that."""
+    """Accepts connections for a server, `most` at a time. `refusal`: the answer to further ones."""
 
     def __init__(self, config: uvicorn.Config, state: ServerState, most: int, refusal: Response) -> None:
         self.most = most
         self.refusal = as_bytes(refusal)
         self.silent: dict[Connection, float] = {}
-        """The connections that wait for their clients, and since when; the longest comes first."""
+        """Connection that waits for its client -> the time since when. The longest wait comes first."""
         self._config = config
         self._state = state
         self._loop = asyncio.get_running_loop()
@@ -151,14 +156,14 @@ class Door:
         self._told_at = -QUIET_S
 
     def open(self, sockets: Sequence[socket.socket]) -> None:
-        """Listen to these sockets."""
+        """Start accepting connections from these sockets."""
         for listening in sockets:
             listening.setblocking(False)
             self._listening.append(listening)
             self._loop.add_reader(listening.fileno(), self._take_in, listening)
 
     def close(self) -> None:
-        """Take no more in."""
+        """Stop accepting connections."""
         for listening in self._listening:
             self._loop.remove_reader(listening.fileno())
         self._listening.clear()
@@ -173,8 +178,8 @@ class Door:
                 return
             except OSError as error:
                 if error.errno not in EXHAUSTED:
-                    continue  # it was of the connection, which is gone
-                self._tell(f"no connection can be taken in: {error.strerror}; those that are silent are closed")
+                    continue  # an error of this connection, which is gone
+                self._tell(f"no connection can be accepted: {error.strerror}; silent connections are closed")
                 for _ in range(AT_ONCE):
                     self._make_room()
                 self._loop.remove_reader(listening.fileno())
@@ -201,7 +206,7 @@ class Door:
 
         def begun(task: asyncio.Task[Any]) -> None:
             self._beginning.discard(task)
-            if task.cancelled() or task.exception():  # it has gone already
+            if task.cancelled() or task.exception():  # the client is gone already
                 self.forget(connection)
                 client.close()
 
@@ -211,7 +216,7 @@ class Door:
         task.add_done_callback(begun)
 
     def _make_room(self) -> bool:
-        """Close the connection that has been silent the longest, if that is long enough."""
+        """Close the connection that has been silent the longest, if at least for SILENT_S. Return whether it did so."""
         longest = next(iter(self.silent), None)
         if longest is None or self._loop.time() - self.silent[longest] < SILENT_S:
             return False
@@ -239,8 +244,8 @@ class Door:
 
     def _tell_bound(self) -> None:
         self._tell(
-            f"{self.most:,} connections are open, as many as there are files for (ulimit -n): new ones take the place "
-            "of those that are silent, or are refused with 503"
+            f"{self.most:,} connections are open, which is the limit by files (ulimit -n): a new one replaces a silent "
+            "one, or is refused with 503"
         )
 
     def _tell(self, message: str) -> None:
@@ -251,7 +256,7 @@ class Door:
 
 
 def as_bytes(response: Response) -> bytes:
-    """A response as it is written to a connection that is closed after it."""
+    """Return a response as bytes, with a header that says that the connection is closed after it."""
     headers = [*response.raw_headers, CLOSE_HEADER]
     lines = [f"HTTP/1.1 {response.status_code} Service Unavailable".encode(), *(b": ".join(pair) for pair in headers)]
     return b"\r\n".join([*lines, b"", bytes(response.body)])

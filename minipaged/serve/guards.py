@@ -1,5 +1,5 @@
-"""What stands before the endpoints, as plain ASGI: whatever wraps a response otherwise keeps a client's leaving from
-being noticed."""
+"""Middleware in front of the endpoints. It is plain ASGI, because middleware that wraps the response would hide that a
+client has left."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ BEHIND_KEY = ("/v1", "/live", "/tokenize", "/detokenize")
 
 @dataclass(slots=True)
 class ServerLoad:
-    """What the server has to do."""
+    """The server's current load."""
 
     num_served: int = 0
-    """Requests to generate something that are not answered to their end."""
+    """The number of requests for generation whose answer is not complete."""
 
 
 class KeyGuard:
-    """Lets only those in who send the key, `Authorization: Bearer KEY`; 401 for the others, whatever they ask for."""
+    """Answers requests without the header `Authorization: Bearer KEY` with 401, for all paths in `BEHIND_KEY`."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
@@ -40,7 +40,7 @@ class KeyGuard:
 
 
 class LengthGuard:
-    """Answers with `refusal` where a body is to be longer than `most` bytes, before any of it is read."""
+    """Answers with `refusal` if a body is announced to be longer than `most` bytes, before any of it is read."""
 
     def __init__(self, app: ASGIApp, most: int, refusal: Response) -> None:
         self._app = app
@@ -49,12 +49,14 @@ class LengthGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         length = dict(scope["headers"]).get(b"content-length", b"0") if scope["type"] == "http" else b"0"
-        app = self._refusal if int(length) > self._most else self._app  # the server has seen that it is a number
+        app = (
+            self._refusal if int(length) > self._most else self._app
+        )  # the HTTP server has checked that it is a number
         await app(scope, receive, send)
 
 
 class LoadGuard:
-    """Counts the requests that are being served: `num_served`."""
+    """Counts the POST requests to /v1 that are being served, in `load.num_served`."""
 
     def __init__(self, app: ASGIApp, load: ServerLoad) -> None:
         self._app = app
@@ -65,5 +67,5 @@ class LoadGuard:
         self._load.num_served += counts
         try:
             await self._app(scope, receive, send)
-        finally:  # also when the server ends it
+        finally:  # also if the server cancels the request
             self._load.num_served -= counts

@@ -1,8 +1,8 @@
-"""What a server tells of itself, for Prometheus: how long requests take, how full the memory is, what paging saves.
+"""The server's metrics for Prometheus: latencies of requests, use of the KV memory, and savings by paging.
 
-Names, labels, buckets and the interval that each time stands for are those of vLLM 0.33 (its `v1/metrics`), so that its
-Grafana dashboard works unchanged. What vLLM has no name for is `minipaged:...`: blocks by state, copies on write, what
-was swapped and recomputed, and the waste of the paper's Fig. 2.
+Names, labels, buckets and the interval of each latency are those of vLLM 0.33 (its `v1/metrics`), so that its Grafana
+dashboard works unchanged. Metrics that vLLM does not have are named `minipaged:...`: blocks by state, copies on write,
+swapped blocks, recomputed tokens, and the waste of the paper's Fig. 2.
 
     arrival      added to the engine   first scheduled        first token            last token
        |                  |-------- queue ----|------- prefill ------|------- decode -------|
@@ -10,16 +10,17 @@ was swapped and recomputed, and the waste of the paper's Fig. 2.
        |------------------------ time to first token ----------------|
        |------------------------------------ end to end ------------------------------------|
 
-It listens to no events, because an engine with a listener makes an event of every token. After each step it is told
-what the step returned, and what the engine has counted. A scrape shows the state after one step, all of it, because the
-engine's thread and the one that scrapes take turns (`_lock`).
+The metrics are not computed from events, because an engine with a listener makes an event for every token. Instead
+`after_step` receives the updates and the statistics of each step. A scrape shows the consistent state after one step,
+because the engine's thread and the scraping thread share a lock (`_lock`).
 
-A step's tokens are the prompt tokens that it computed and the tokens that it generated. Each generated token is run in
-the step after the one that chose it, but for the last, which is never run; so what a step ran says nearly the same, and
-what is missing is a token for each sequence: it is counted where the sequence begins.
+The tokens of a step are the prompt tokens that it computed and the tokens that it generated. They are derived from the
+query tokens that it ran. A generated token is run in the step after the one that chose it, except the last one of a
+sequence, which is never run. So query tokens miss one token per sequence, which is added when the sequence has its
+first token.
 
-A request counts once, however many samples it has, because that is what it costs: its prompt is computed once. (In vLLM
-each of n samples is a request.)
+A request counts once, regardless of its number of samples, because its prompt is computed once. (In vLLM each of n
+samples is a request.)
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
 
 
 def lengths_up_to(most: int) -> tuple[int, ...]:
-    """1, 2, 5, 10, 20, 50, ... as far as a sequence can be long."""
+    """Return the bucket bounds 1, 2, 5, 10, 20, 50, ... up to `most`."""
     return tuple(m * 10**e for e in range(len(str(most))) for m in (1, 2, 5) if m * 10**e <= most)
 
 
 @dataclass(slots=True)
 class _Open:
-    """A request that has not ended. Times in seconds on the engine's clock."""
+    """A request that has not ended. Times are in seconds on the engine's clock."""
 
     arrival_time: float
     num_prompt_tokens: int
@@ -66,22 +67,22 @@ class _Open:
     max_tokens: int
     first_token_time: float | None = None
     last_token_time: float = 0.0
-    """Of what its updates have told of, if there is a first."""
+    """The time of the latest token in its updates, once there is a first."""
 
 
 class Metrics:
-    """The metrics of one engine, with a registry of their own: in one process there may be several.
+    """The metrics of one engine. They have their own registry, because one process may have several engines.
 
-    On the engine's thread: `added` for each request that the engine has taken (not for one that it refused), `refused`
-    for those for which the queue was too full, and `after_step` when a call of `Engine.step` has returned. From any
-    thread: `exposition`.
+    Call these on the engine's thread: `added` for each request that the engine has accepted, `refused` for requests
+    that did not fit in the queue, and `after_step` when a call of `Engine.step` has returned. Any thread may call
+    `exposition`.
 
-    A request with FINAL_ONLY updates, or a beam search, tells of its tokens when it ends. So its time to first token is
-    counted only then, and its inter-token latencies never.
+    A request with FINAL_ONLY updates and a beam search report their tokens only at the end. So their time to first
+    token is counted then, and their inter-token latencies never.
     """
 
     def __init__(self, model_name: str, config: EngineConfig, *, engine: str = "0") -> None:
-        """`engine`: the label by which several are told apart."""
+        """`engine`: the label that distinguishes several engines."""
         self.registry = CollectorRegistry()
         self._lock = Lock()
         self._config = config
@@ -89,7 +90,7 @@ class Metrics:
         self._open: dict[str, _Open] = {}
         self._stats = Stats(blocks_total=config.num_blocks)  # after the latest step
         self._num_begun = 0  # sequences that have a first token
-        self._num_in_steps = 0  # tokens that were observed as some step's
+        self._num_in_steps = 0  # tokens that `_step_tokens` has observed so far
         self._num_running = self._num_waiting = self._num_prompt_tokens = self._num_refused = 0
         self._finished = dict.fromkeys(FINISHED_REASONS, 0)
         self._histograms: list[_Histogram] = []
@@ -133,58 +134,58 @@ class Metrics:
             "request_max_num_generation_tokens", lengths, "Tokens of the longest sequence generated for a request."
         )
         self._max_tokens = histogram(
-            "request_params_max_tokens", lengths, "max_tokens of a request, or what max_model_len leaves it."
+            "request_params_max_tokens", lengths, "max_tokens of a request, or its room below max_model_len."
         )
         self._n = histogram("request_params_n", SAMPLES, "n of a request, or its beam_width.")
-        self._preemptions = histogram("request_num_preemptions", PREEMPTIONS, "How often a request was preempted.")
+        self._preemptions = histogram("request_num_preemptions", PREEMPTIONS, "Number of preemptions of a request.")
 
     # --- On the engine's thread -------------------------------------------------------------------
 
     def added(
         self, request_id: str, params: SamplingParams | BeamSearchParams, num_prompt_tokens: int, arrival_time: float
     ) -> None:
-        """The engine has taken this request. `arrival_time`: when it was added, on the engine's clock."""
+        """Note a request that the engine has accepted. `arrival_time`: when it was added, on the engine's clock."""
         n = params.beam_width if isinstance(params, BeamSearchParams) else params.n
         max_tokens = params.max_tokens or self._config.max_model_len - num_prompt_tokens
         self._open[request_id] = _Open(arrival_time, num_prompt_tokens, n, max_tokens)
 
     def refused(self, number: int) -> None:
-        """The queue was full, and so many requests were not taken."""
+        """Count requests that were refused because the queue was full."""
         with self._lock:
             self._num_refused += number
 
     def after_step(
         self, updates: Iterable[RequestUpdate], stats: Stats, num_running: int, num_waiting: int, now: float
     ) -> None:
-        """A call of `Engine.step` has returned `updates`. `stats`: the engine's `current_stats()`, which are kept.
+        """Count the updates that a call of `Engine.step` has returned, and keep the engine's `current_stats()`.
 
-        `now`: the time on the engine's clock, at which all of these updates count. A request that was not `added`
-        counts nowhere: the first of several prompts, say, of which a later one was refused.
+        `now` is the time of all these updates, on the engine's clock. Updates of a request that was not `added` are
+        ignored, e.g. of an earlier prompt in a body that was refused for a later one.
         """
         with self._lock:
             self._num_begun += self._count_tokens(updates, now)
-            if steps := stats.steps - self._stats.steps:  # a call can commit two, of which only the sum is known
+            if steps := stats.steps - self._stats.steps:  # a call can commit two steps; only their sum is known
                 total = stats.query_tokens - stats.tokens_recomputed + self._num_begun
-                # What the next step recomputes is known before its tokens are: a step has no tokens less for that.
+                # tokens_recomputed is known one step before query_tokens, so the difference may be negative.
                 number = max(0, total - self._num_in_steps)
                 self._num_in_steps += number
                 self._step_tokens.observe(number / steps, steps)
             self._stats, self._num_running, self._num_waiting = stats, num_running, num_waiting
 
     def _count_tokens(self, updates: Iterable[RequestUpdate], now: float) -> int:
-        """Returns the number of sequences that have their first token.
+        """Count the tokens of the updates, and return the number of sequences that got their first token.
 
-        Nearly all sequences had their last token at the same time, so a step has few different latencies: each is
-        added once, with its number. (A step of 256 sequences takes 35 microseconds; 256 calls of `observe` of
+        Nearly all sequences got their last token at the same time, so a step has few different latencies. Each is added
+        once, with its number of tokens. (A step of 256 sequences takes 35 microseconds; 256 calls of `observe` of
         `prometheus_client`'s own histogram took 176.)"""
         num_begun = 0
-        tokens_after: dict[float, int] = {}  # the time of the token before -> how many tokens
+        tokens_after: dict[float, int] = {}  # time of the previous token -> number of tokens
         for update in updates:
             request, output = self._open.get(update.request_id), update.output
             if request is None:
                 continue
             first: float | None = now
-            num_tokens = len(update.completions)  # as many sequences, each of which has one more
+            num_tokens = len(update.completions)  # each completion has one more token
             if output:
                 first = output.metrics.first_token_time
                 num_tokens = sum(1 for news in update.completions if news.new_token_ids)
@@ -209,7 +210,7 @@ class Metrics:
         self._num_prompt_tokens += request.num_prompt_tokens
 
     def _note_end(self, request: _Open, output: RequestOutput, now: float) -> None:
-        """Of what a request did not come to (cancelled while it waited, say), there is no time."""
+        """Count a request that has ended. A phase that it did not reach, e.g. because it was cancelled, has no time."""
         self._finished[_finished_reason(output)] += 1
         lengths = [len(completion.token_ids) for completion in output.outputs]
         longest = max(lengths, default=0)
@@ -235,13 +236,13 @@ class Metrics:
     # --- At a scrape ------------------------------------------------------------------------------
 
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
-        """The answer to a scrape, and its content type: Prometheus' text, or OpenMetrics if `accept` (the request's
-        Accept header) asks for it. Takes some milliseconds, so an event loop has a thread do it."""
+        """Return the answer to a scrape and its content type: Prometheus' text, or OpenMetrics if `accept` (the
+        request's Accept header) asks for it. It takes some milliseconds, so do not call it in an event loop."""
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
 
     def collect(self) -> list[Metric]:
-        """What `prometheus_client` asks a collector for."""
+        """Return all metrics. Called by `prometheus_client`."""
         with self._lock:
             return [*self._gauges(), *self._counters(), *(h.family(self._labels) for h in self._histograms)]
 
@@ -250,11 +251,11 @@ class Metrics:
             return self._add(GaugeMetricFamily(name, text, labels=[*self._labels, *labels]), value, labels)
 
         stats, config = self._stats, self._config
-        yield gauge("vllm:num_requests_running", "Requests that run.", self._num_running)
-        yield gauge("vllm:num_requests_waiting", "Requests that wait, preempted ones too.", self._num_waiting)
+        yield gauge("vllm:num_requests_running", "Running requests.", self._num_running)
+        yield gauge("vllm:num_requests_waiting", "Waiting requests, including preempted ones.", self._num_waiting)
         waiting = GaugeMetricFamily(
             "vllm:num_requests_waiting_by_reason",
-            "Requests that wait: for capacity, or (deferred) for something else, which none does here.",
+            "Waiting requests by reason: capacity, or deferred, which is always 0 here.",
             labels=[*self._labels, "reason"],
         )
         for reason, number in {"capacity": self._num_waiting, "deferred": 0}.items():
@@ -267,7 +268,7 @@ class Metrics:
         )
         yield gauge(
             "vllm:cache_config_info",
-            "How the KV cache is set up; always 1.",
+            "Configuration of the KV cache, in the labels; always 1.",
             1,
             block_size=str(config.block_size),
             num_gpu_blocks=str(config.num_blocks),
@@ -278,12 +279,12 @@ class Metrics:
         )
         yield gauge(
             "minipaged:blocks_saved",
-            "Block-table entries beyond the first that hold the same block.",
+            "Blocks saved by sharing: block-table entries minus distinct blocks.",
             stats.blocks_saved,
         )
         blocks = GaugeMetricFamily(
             "minipaged:blocks",
-            "Blocks of the pool: free, held by sequences, or cached, which is held by the prefix cache only.",
+            "Blocks of the pool: free, held by sequences, or cached (held only by the prefix cache).",
             labels=[*self._labels, "state"],
         )
         free = stats.blocks_total - stats.blocks_used - stats.blocks_cached
@@ -295,7 +296,7 @@ class Metrics:
     def _waste(self, stats: Stats) -> Metric:
         family = GaugeMetricFamily(
             "minipaged:kv_slots_share",
-            "Share of the slots taken since the start (paper, Fig. 2): as paged, and as a contiguous cache would.",
+            "Share of all slots taken since the start (paper, Fig. 2), in the paged and in a contiguous cache.",
             labels=[*self._labels, "cache", "kind"],
         )
         for cache, use in {"paged": stats.paged, "contiguous": stats.contiguous}.items():
@@ -306,7 +307,7 @@ class Metrics:
 
     def _counters(self) -> Iterator[Metric]:
         def counter(name: str, text: str, by: Mapping[str, float] | float, label: str = "") -> Metric:
-            """`by`: one value, or one for each value of `label`."""
+            """Make a counter. `by`: its value, or its values by the values of `label`."""
             family = CounterMetricFamily(name, text, labels=[*self._labels, *([label] if label else [])])
             for value, number in by.items() if isinstance(by, Mapping) else [("", by)]:
                 self._add(family, number, {label: value} if label else {})
@@ -321,7 +322,7 @@ class Metrics:
         yield counter("vllm:request_success", "Requests that have ended.", self._finished, "finished_reason")
         rejections = CounterMetricFamily(
             "vllm:admission_rejections",
-            "Requests refused for a full queue, by its limit: --max-waiting, or one of tokens, which is not here.",
+            "Requests refused for a full queue, by limit: of requests (--max-waiting) or of tokens (none here).",
             labels=["model_name", "reason"],
         )
         for reason, number in {"max_num_queued_reqs": self._num_refused, "max_num_queued_tokens": 0}.items():
@@ -333,11 +334,11 @@ class Metrics:
         )
         yield counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", stats.prefix_cache_hit_tokens)
         yield counter("minipaged:prefix_cache_evictions", "Cached blocks given up.", stats.prefix_cache_evictions)
-        yield counter("minipaged:preemptions", "Preemptions, by the way back.", preemptions, "mode")
+        yield counter("minipaged:preemptions", "Preemptions by mode.", preemptions, "mode")
         yield counter("minipaged:blocks_copied", "Blocks copied on write.", stats.blocks_copied)
         yield counter("minipaged:blocks_swapped", "Blocks copied to the host and back.", swapped, "direction")
         yield counter(
-            "minipaged:blocks_handed_over", "Blocks left for other engines, and had.", handed_over, "direction"
+            "minipaged:blocks_handed_over", "Blocks stored for and loaded from other engines.", handed_over, "direction"
         )
         yield counter("minipaged:tokens_recomputed", "Tokens computed again.", stats.tokens_recomputed)
         yield counter("minipaged:query_tokens", "Tokens that steps have run.", stats.query_tokens)
@@ -352,7 +353,7 @@ class Metrics:
 
 
 class _Histogram:
-    """Counts of values by bucket. `prometheus_client.Histogram` adds one value a call; this one, many equal ones."""
+    """A histogram that can add many equal values in one call, unlike `prometheus_client.Histogram`."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
         self._name = name
@@ -362,7 +363,7 @@ class _Histogram:
         self._sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Add a value, so many times."""
+        """Add a value `times` times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
@@ -377,7 +378,7 @@ class _Histogram:
 
 
 def _finished_reason(output: RequestOutput) -> str:
-    """Why a request ended: "length" as soon as one of its sequences had come to its last token."""
+    """Return why a request ended: "length" if at least one of its sequences reached its length limit."""
     if output.error is not None:
         return "error"
     if not output.finished:

@@ -1,9 +1,9 @@
-"""What may be asked of the server: the bodies of requests, as OpenAI has them and with vLLM's additions.
+"""The fields of request bodies: those of OpenAI with vLLM's additions.
 
-Types and bounds are checked here, by pydantic; what a value means to the engine is checked where it is taken
-(`SamplingParams`, `Engine.add_request`), and either way the answer is a 400. Unknown fields are let pass, as vLLM does;
-what is known, and not there (tools, images, LoRA …), is refused by name. null is as good as nothing. Every field of
-vLLM's is served, refused (`REFUSED`), or without effect (`WITHOUT_EFFECT`).
+Pydantic checks types and bounds here. `SamplingParams` and `Engine.add_request` check the values further. Either way a
+fault is answered with 400. Unknown fields are ignored, as in vLLM. Known fields that are not supported (tools, images,
+LoRA …) are refused by name. A field that is null counts as absent. Every field of vLLM is supported, refused
+(`REFUSED`), or without effect (`WITHOUT_EFFECT`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from minipaged.api.vllm_arguments import CHAT_ARGUMENTS, SAMPLING_ARGUMENTS
 from minipaged.errors import InvalidRequest
 from minipaged.models.tokenizer import with_plain_content
 from minipaged.params import BeamSearchParams, SamplingParams
@@ -23,26 +24,26 @@ MOST_PROMPTS = 1024
 MOST_STOP_STRINGS = 4
 MOST_LOGPROBS = 20
 MOST_CHARACTERS_TO_LOOK_FOR = 1000
-"""Of a stop string or a bad word, which each new token is compared with."""
+"""The longest stop string or bad word, in characters. Each new token is compared with them."""
 MOST_CHARACTERS_TO_TELL = 500
-"""Of what is wrong with a message, which may be long."""
+"""The longest description of a fault in a message, in characters."""
 COMPLETION_TOKENS = 16
-"""What OpenAI generates where a completion does not say how much."""
+"""OpenAI's default for `max_tokens` of a completion."""
 
 
 def _whole(value: Any) -> Any:
-    """JSON has one kind of numbers: 1.0 is a whole one."""
+    """Convert 1.0 to 1, because JSON has only one kind of numbers. Leave other values as they are."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _64_bits(value: int) -> int:
-    if not -(2**63) <= value < 2**64:  # pydantic would say so too, in numbers that it has rounded
+    if not -(2**63) <= value < 2**64:  # pydantic's own message would have rounded numbers
         raise ValueError(f"must be from {-(2**63)} to {2**64 - 1}")
     return value
 
 
 Whole = Annotated[int, BeforeValidator(_whole)]
-# Of a list with a fault the first one is told: of a million, all would be found before ten are told.
+# fail_fast: a list reports only its first fault. Otherwise pydantic would find all of a million before we report ten.
 TokenIds = Annotated[list[Whole], Field(fail_fast=True, max_length=2**18)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Word = Annotated[str, Field(max_length=MOST_CHARACTERS_TO_LOOK_FOR)]
@@ -53,56 +54,54 @@ Seed = Annotated[Whole, AfterValidator(_64_bits)]
 LogitBias = Annotated[dict[str, float], Field(max_length=1024)]
 
 
-_TOOLS = "minipaged calls no tools; leave it out, and describe them in a message"
-_ELSEWHERE = "minipaged looks nothing up and keeps nothing; leave it out, and put what is to be known into a message"
+_ELSEWHERE = "minipaged looks nothing up and stores nothing; leave it out, and put the facts into a message"
 _THOUGHTS = "models here do not think before they answer; leave it out"
-_STRUCTURE = "minipaged does not constrain output to a grammar; leave it out"
-_MEDIA = "the models that minipaged runs read and write text only; leave it out"
+_AS_IN_PYTHON = {**CHAT_ARGUMENTS, **SAMPLING_ARGUMENTS}
+_TOOLS = _AS_IN_PYTHON["tools"].why
 _NO_EXTENSIONS = "nothing here reads it; leave it out"
 REFUSED = {
+    **{name: _AS_IN_PYTHON[name].why for name in ("lora_request", "repetition_detection", "watermarking", "best_of")},
+    "routed_experts_prompt_start": _AS_IN_PYTHON["routed_experts_prompt_start"].why,
     **dict.fromkeys(("tools", "tool_choice", "functions", "function_call"), _TOOLS),
-    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice"), _STRUCTURE),
-    **dict.fromkeys(("guided_grammar", "response_format"), _STRUCTURE),
-    **dict.fromkeys(("audio", "modalities", "mm_processor_kwargs", "media_io_kwargs"), _MEDIA),
+    **dict.fromkeys(
+        ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "response_format"),
+        _AS_IN_PYTHON["structured_outputs"].why,
+    ),
+    **dict.fromkeys(
+        ("audio", "modalities", "mm_processor_kwargs", "media_io_kwargs"), _AS_IN_PYTHON["mm_processor_kwargs"].why
+    ),
     **dict.fromkeys(("web_search_options", "documents", "store"), _ELSEWHERE),
     **dict.fromkeys(("reasoning_effort", "thinking_token_budget", "verbosity"), _THOUGHTS),
     **dict.fromkeys(("vllm_xargs", "ec_transfer_params"), _NO_EXTENSIONS),
-    "prediction": "minipaged does not take a guess at its output; leave it out, it would change no token",
-    "service_tier": "all requests are served alike; leave it out, or use priority, where the server looks at that",
-    "kv_transfer_params": "blocks are asked for by their tokens (--kv-connector); leave it out",
-    "logits_processors": "a processor is a program; logit_bias and bad_words say much of it",
+    "prediction": "minipaged does not use predicted output, which would change no token; leave it out",
+    "service_tier": "all requests get the same service; leave it out, or use priority, if the policy looks at it",
+    "kv_transfer_params": "the server finds blocks by their tokens (--kv-connector); leave it out",
+    "logits_processors": "a processor is a program; use logit_bias or bad_words instead",
     "suffix": "minipaged does not fill in the middle; leave it out",
-    "best_of": "OpenAI has dropped it; ask for n with logprobs, and choose",
-    "cache_salt": "equal prefixes share their blocks, whoever sent them; --no-prefix-caching keeps them apart",
-    "lora_request": "minipaged loads no adapters; merge it into the weights",
+    "cache_salt": "equal prefixes of all clients share their blocks; --no-prefix-caching keeps them apart",
     "prompt_embeds": "minipaged takes prompts as text or token ids",
-    "repetition_detection": "minipaged ends no text for repeating itself; use stop or repetition_penalty",
     "stream_interval": "each step's tokens are sent at once; leave it out",
-    "watermarking": "minipaged puts no mark into the text; leave it out",
     "return_prompt_text": "the text is not sent back; /tokenize with these messages, and /detokenize, give it",
-    "return_token_offsets": "minipaged tells where tokens begin with echo and logprobs; leave it out",
+    "return_token_offsets": "use logprobs instead, whose text_offset says where tokens begin",
     "return_weight_versions": "a model's weights are the same from its start to its end; leave it out",
-    "routed_experts_prompt_start": "the models that minipaged runs have no experts; leave it out",
 }
-"""Fields that are known and not there, and what to do instead."""
+"""Maps a known but unsupported field to the reason, or to what to do instead."""
 DONE_ANYWAY: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs", "vllm_xargs", "ec_transfer_params"), ({},)),
     "kv_transfer_params": ({},),
-    "best_of": (1,),
     "service_tier": ("default",),
     "verbosity": ("medium",),
     "reasoning_effort": ("minimal",),
-    "thinking_token_budget": (-1,),
-    "stream_interval": (1,),
+    **{name: _AS_IN_PYTHON[name].let_through for name in ("best_of", "thinking_token_budget", "stream_interval")},
 }
-"""Values of these fields that ask for what is done here anyway."""
+"""Maps a field in `REFUSED` to values that are accepted, because they ask for the default behaviour."""
 WITHOUT_EFFECT = {
-    "session_id": "it says whose a request is, and all requests are served alike",
-    "parallel_tool_calls": "it says how tools are called, and there are none",
+    "session_id": "it identifies a session, and all requests get the same service",
+    "parallel_tool_calls": "it configures calls of tools, and there are none",
     "include_reasoning": "models here do not think before they answer, so there is nothing to leave out",
     **dict.fromkeys(("mm_payload", "return_mm_kwargs"), "it is about images, and there are none"),
 }
-"""Fields of vLLM's that are let pass, whatever they say, and why they make no difference."""
+"""Maps an ignored field of vLLM to the reason why it makes no difference."""
 NOT_WITH_BEAMS = (
     *(
         "logprobs",
@@ -131,13 +130,13 @@ class _Body(BaseModel):
 
 class StreamOptions(_Body):
     include_usage: bool | None = False
-    """A last chunk that counts the tokens."""
+    """Whether to send a last chunk with the number of tokens."""
     continuous_usage_stats: bool | None = False
-    """The same in every chunk."""
+    """Whether to send the number of tokens so far in every chunk."""
 
 
 class SamplingBody(_Body):
-    """What both ways to generate have in common."""
+    """The fields that completions and chats share."""
 
     model: str | None = None
     n: Annotated[Whole, Field(ge=1)] | None = 1
@@ -161,7 +160,7 @@ class SamplingBody(_Body):
     skip_special_tokens: bool | None = True
     spaces_between_special_tokens: bool | None = True
     truncation_side: Literal["left", "right"] | None = None
-    """Which end of the prompt is cut off."""
+    """The end of the prompt that truncation cuts off."""
     truncate_prompt_tokens: Annotated[Whole, Field(ge=-1)] | None = None
     prompt_logprobs: Annotated[Whole, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     use_beam_search: bool | None = False
@@ -184,7 +183,9 @@ class SamplingBody(_Body):
         if self.logprob_token_ids and self.reported is None:
             raise InvalidRequest("logprob_token_ids has a meaning only with logprobs; set that, or leave it out")
         if self.stream and self.use_beam_search:
-            raise InvalidRequest("beam search has nothing that stays before its end; leave out stream")
+            raise InvalidRequest(
+                "beam search cannot be streamed, because no beam is final before the end; leave out stream"
+            )
         if not self.use_beam_search and self.length_penalty not in (None, 1.0):
             raise InvalidRequest(
                 "length_penalty has a meaning only with use_beam_search=true; set that, or leave it out"
@@ -201,7 +202,7 @@ class SamplingBody(_Body):
         """The number of likeliest tokens to report with each token; None: no log-probabilities."""
 
     def params(self, max_tokens: int | None, prompt_logprobs: int | None) -> SamplingParams | BeamSearchParams:
-        """What the engine is to do. `max_tokens`: None for as many as fit. Raises InvalidRequest."""
+        """Return the engine's parameters. `max_tokens`: None for as many as fit. Raises InvalidRequest."""
         if self.use_beam_search:
             return BeamSearchParams(
                 beam_width=self.n or 1,
@@ -227,13 +228,13 @@ class SamplingBody(_Body):
 
 
 OF_THE_SERVER = {"truncate_prompt_tokens", "prompt_logprobs", "logit_bias"}
-"""What means something else here, or is written in another way."""
+"""Fields that have another meaning or form in a body than in SamplingParams."""
 SAMPLING_NAMES = [
     each.name
     for each in dataclasses.fields(SamplingParams)
     if each.name in SamplingBody.model_fields and each.name not in OF_THE_SERVER
 ]
-"""The fields of SamplingParams that are taken from a body as they are."""
+"""The fields of SamplingParams that are copied from a body unchanged."""
 
 
 def _token(key: str) -> int:
@@ -258,14 +259,16 @@ class CompletionBody(SamplingBody):
     def check(self) -> None:
         super().check()
         if self.max_tokens == 0 and not self.echo:
-            raise InvalidRequest("max_tokens is 0, which asks for nothing; only with echo=true it asks for the prompt")
+            raise InvalidRequest(
+                "max_tokens is 0, which generates nothing; that is allowed only with echo=true, to get the prompt"
+            )
         if self.max_tokens == 0 and self.logprob_token_ids:
             raise InvalidRequest(
                 "logprob_token_ids is about generated tokens, and max_tokens is 0; leave one of them out"
             )
 
     def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts, as texts or as token ids. Raises InvalidRequest if there are none, or too many."""
+        """Return the prompts, as texts or as token ids. Raises InvalidRequest if there are none or too many."""
         prompt = self.prompt
         one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))  # type: ignore[index]
         prompts = [prompt] if one else prompt
@@ -277,17 +280,17 @@ class CompletionBody(SamplingBody):
 
 
 Message = dict[str, Any]
-_TEMPLATE_WRITES_THEM = "add_special_tokens is not supported: the chat template writes them; leave it out"
+_TEMPLATE_WRITES_THEM = "add_special_tokens is not supported: the chat template adds them; leave it out"
 SHAPES = {
     "prompt": f"a text, a list of texts, a list of token ids, or a list of such lists of at most {2**18:,}",
     "stop": f"a text, or a list of at most {MOST_STOP_STRINGS}, of {MOST_CHARACTERS_TO_LOOK_FOR:,} characters at most",
 }
-"""What fields may be that may be one of several things: in pydantic's words each of them would be a fault."""
+"""Maps a field that may have several types to a description of them. Pydantic would report a fault for each type."""
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Raise InvalidRequest for messages that no template could write out, or that are about what there is not. Which
-    roles there are beside, the model's template knows."""
+    """Raise InvalidRequest for messages that no template can format, or that use unsupported features. Other roles are
+    left to the model's template, which may refuse them."""
     for place, message in enumerate(messages):
         where, role = f"messages[{place}]", message.get("role")
         if not isinstance(role, str):
@@ -331,7 +334,7 @@ class ChatBody(SamplingBody):
 
 
 class TokenizeBody(_Body):
-    """POST /tokenize: of a prompt, or of a chat."""
+    """POST /tokenize, for a prompt or a chat."""
 
     model: str | None = None
     prompt: str | None = None
@@ -360,4 +363,4 @@ class DetokenizeBody(_Body):
 
 FIELDS = {name for body in (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody) for name in body.model_fields}
 FIELDS |= REFUSED.keys()
-"""All that a body may have and somebody knows."""
+"""All known fields of bodies."""

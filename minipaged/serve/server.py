@@ -1,10 +1,10 @@
-"""From the command line to a socket: what `minipaged serve` runs, until a signal or the engine's death ends it.
+"""The server of `minipaged serve`: loads the model, listens, and runs until a signal or the engine's death.
 
-A first SIGTERM or Ctrl-C ends it in order: new requests are refused with 503, those that go on may finish within
-`shutdown_timeout` seconds, what is left is aborted (its clients get what there is), and the exit status is 0. A second
-one ends it at once. Whoever does not take what he is told, and a step that does not end, are waited for a moment
-longer (`LAST_MOMENT_S`). If the engine's thread dies, every open request is told, /health says 503, and the exit status
-is 1.
+A first SIGTERM or Ctrl-C ends it in order: new requests are refused with 503, running ones may finish within
+`shutdown_timeout` seconds, the rest are aborted (their clients get the output so far), and the exit status is 0. The
+server waits a moment longer (`LAST_MOMENT_S`) for clients that do not read their answer and for a step that does not
+end. A second signal ends the process immediately. If the engine's thread dies, every open request gets an error,
+/health answers 503, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ import uvicorn
 
 from minipaged.async_llm import AsyncLLM, check_before_serving, told
 from minipaged.errors import InvalidRequest
-from minipaged.llm import LoadedModel
 from minipaged.serve.app import create_app, unavailable
 from minipaged.serve.connections import Connection, Door, as_bytes, most_connections, raise_file_limit
 from minipaged.serve.serving import LocalModel
 from minipaged.serve.settings import ServeSettings
+from minipaged.setup.loaded_model import LoadedModel
 
 LAST_WORDS_S = 2
-"""Seconds in which a server whose engine has died still says so."""
+"""Seconds for which a server whose engine has died still answers, with errors."""
 LAST_MOMENT_S = 1
-"""Seconds beyond the time to finish: for the step in which the rest is aborted, and for connections to close."""
+"""Seconds after the time to finish: for the step in which the rest is aborted, and for connections to close."""
 QUIET = {"/health", "/ping", "/load", "/metrics"}
-"""What is asked for again and again by those who watch; the log would have nothing else."""
+"""Paths that monitoring polls all the time. Successful requests for them are not logged."""
 M_ARENA_MAX = -8
-"""glibc's name for how many heaps there may be (malloc.h)."""
+"""glibc's parameter for the number of heaps (malloc.h)."""
 
 
 def serve(model: str, settings: ServeSettings, **engine: Any) -> int:
-    """Load the model, serve it until it ends; returns the exit status. `engine`: settings of the engine.
+    """Load the model, serve it until the end, and return the exit status. `engine`: settings of the engine.
 
-    Raises InvalidRequest for an address that cannot be had and for settings that suit no model, before one is loaded;
-    and what `LLM` raises.
+    Before it loads the model, raises InvalidRequest for an address that cannot be listened on and for invalid settings.
+    Also raises the errors of `LLM`.
     """
     check_before_serving(**engine)
     raise_file_limit()
@@ -56,8 +56,8 @@ def serve(model: str, settings: ServeSettings, **engine: Any) -> int:
         use_one_heap()
         server = make_server(model, settings, **engine)
         _introduce(listening, settings, server.serving)
-        # FastAPI makes its routes with the first request, and this pydantic's complaint of them unheard, but not where
-        # another thread (as the next one does) changes what is heard at the same time.
+        # FastAPI builds its routes at the first request, and suppresses this warning of pydantic meanwhile. That fails
+        # if another thread, such as the next one, changes the warning filters at the same time.
         warnings.filterwarnings("ignore", message="The 'alias' attribute with value 'body'")
         threading.Thread(target=server.serving.warm_up).start()
         try:
@@ -68,14 +68,15 @@ def serve(model: str, settings: ServeSettings, **engine: Any) -> int:
 
 
 def make_server(model: str | LoadedModel, settings: ServeSettings, **engine: Any) -> Server:
-    """A server with its model loaded, which does not run yet."""
+    """Load a model, and return its server, which does not run yet."""
     allm = AsyncLLM(model, max_waiting=settings.max_waiting, **engine)
     names = settings.served_model_name or (str(allm.llm.folder.name if isinstance(model, LoadedModel) else model),)
     serving = LocalModel(allm, names, trust_chat_templates=settings.trust_request_chat_template, page=settings.page)
     app = create_app(serving, key=settings.api_key, cors_origins=settings.cors_origin)
-    # Connection is h11's: httptools, which uvicorn prefers where it is installed, takes headers without end. lifespan:
-    # nothing is to be started with the app, and what is to be ended has an end of its own. What is still there after
-    # the last moment is cut off (`Server.shutdown`), and ends by itself; cancelling it would fill the log.
+    # Connection uses h11, because httptools, which uvicorn prefers if it is installed, accepts headers of any length.
+    # lifespan is off, because the app starts nothing, and the server shuts itself down. Connections that are still open
+    # after the last moment are cut off (`Server.shutdown`), and their tasks end by themselves. Cancelling them would
+    # fill the log.
     config = uvicorn.Config(
         app,
         http="h11" if sys.platform == "win32" else Connection,
@@ -89,13 +90,13 @@ def make_server(model: str | LoadedModel, settings: ServeSettings, **engine: Any
 
 
 def _is_told(record: logging.LogRecord) -> bool:
-    """Whether a line belongs into the log of requests."""
+    """Return whether a line belongs in the log of requests."""
     _, _, path, _, status = record.args  # type: ignore[misc]  # uvicorn's: client, method, path, HTTP version, status
     return status != 200 or str(path).partition("?")[0] not in QUIET
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, with an end of our own: requests that go on are finished, or told, before the socket closes."""
+    """uvicorn's server with its own shutdown: running requests finish, or get an error, before the socket closes."""
 
     def __init__(self, config: uvicorn.Config, serving: LocalModel, shutdown_timeout: float) -> None:
         super().__init__(config)
@@ -112,13 +113,13 @@ class Server(uvicorn.Server):
         if sys.platform == "win32":
             await super().startup(sockets)
             return
-        full = unavailable("the server has as many connections as it has room for; ask again later, or another server")
+        full = unavailable("the server has no room for more connections; ask again later, or another server")
         self.door = Door(self.config, self.server_state, most_connections(), full)
         await super().startup([])
         self.door.open(sockets or [])
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """All is said; a page that looks would stay for ever."""
+        """Close pages, whose streams would never end, then the door, then the server."""
         if self.serving.watch:
             self.serving.watch.close()
         if self.door:
@@ -127,14 +128,14 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def _cut_off(self) -> None:
-        """End what is left: half a request, a step without end, a client that takes nothing."""
+        """Close the connections left: with half a request, a step that does not end, or a client that does not read."""
         over = as_bytes(unavailable("the server has shut down before the request could be answered; ask another"))
         for connection in list(self.server_state.connections):
             if isinstance(connection, Connection):
                 connection.cut_off(over)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal has come, at any moment."""
+        """Handle a signal, which may come at any moment."""
         if self._ending or not self.started:
             os._exit(128 + sig)
         self._ending = self.loop.create_task(self._end(sig))
@@ -161,10 +162,11 @@ class Server(uvicorn.Server):
 
 
 def use_one_heap() -> None:
-    """Let all threads take memory from one heap; glibc gives each its own, and what is free in one helps no other.
+    """Let all threads allocate from one heap. glibc gives each thread its own, and free memory in one does not serve
+    another.
 
-    SmolLM2 takes 37 MiB more after 5,000 requests than after 500, and 167 MiB with a heap for each thread. It is for
-    the whole process, and not done where the environment asks for something else.
+    From 500 to 5,000 requests SmolLM2's process grows by 37 MiB, and by 167 MiB with a heap per thread. The setting is
+    for the whole process. It is skipped if the environment has its own.
     """
     if os.environ.keys() & {"MALLOC_ARENA_MAX", "GLIBC_TUNABLES"}:
         return
@@ -173,12 +175,12 @@ def use_one_heap() -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises InvalidRequest."""
+    """Return a listening socket. Raises InvalidRequest if the address cannot be listened on."""
     try:
         [(family, kind, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         listening = socket.socket(family, kind)
     except OSError as error:
-        raise InvalidRequest(f"host is {host!r}, which is no address of this machine: {error.strerror}") from None
+        raise InvalidRequest(f"host is {host!r}, which is not an address of this machine: {error.strerror}") from None
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
@@ -190,18 +192,18 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def _introduce(listening: socket.socket, settings: ServeSettings, serving: LocalModel) -> None:
-    """Say what is served and where, on stderr."""
+    """Print on stderr what is served, and at which address."""
     llm, port = serving.allm.llm, listening.getsockname()[1]
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     lines = [
         f"{', '.join(serving.names)} on the {llm.description}",
         f"{llm.config.num_blocks} blocks of {llm.config.block_size} tokens, {llm.config.num_swap_blocks} more to swap "
         f"to; at most {llm.config.max_model_len} tokens a sequence"
-        + (", for the pool holds no more" if serving.is_bound_by_pool else ""),
+        + (", because the pool holds no more" if serving.is_bound_by_pool else ""),
         f"listening on http://{host}:{port} (OpenAI's API is at /v1)",
     ]
     if settings.api_key is None and not _is_loopback(listening):
-        lines.append("warning: anybody who reaches this machine may ask; --api-key KEY asks for a key")
+        lines.append("warning: anyone who can reach this machine can use the server; --api-key KEY requires a key")
     print("\n".join(lines), file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""From the body of a request to what the engine is asked: the model it names, its tokens, its parameters."""
+"""A served model: turns the body of an HTTP request into requests for the engine, with tokens and parameters."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class UnknownModel(MinipagedError):
 
 
 class TooLong(InvalidRequest):
-    """More tokens than a sequence may have, by the field `param`. The code is OpenAI's, from which clients know that
-    they have to send less."""
+    """The field `param` asks for more tokens than a sequence may have. The code is OpenAI's, by which clients recognize
+    that they must send less."""
 
     code = "context_length_exceeded"
 
@@ -49,7 +49,7 @@ class TooLong(InvalidRequest):
 
 
 class UpdateStream(Protocol):
-    """What is new of some requests, as `async_llm.Stream` tells it."""
+    """The updates of some requests. `async_llm.Stream` implements it."""
 
     def __aiter__(self) -> AsyncIterator[RequestUpdate]: ...
 
@@ -59,7 +59,7 @@ class UpdateStream(Protocol):
 
 
 class Model(Protocol):
-    """What is asked of a model that is served: `LLM` knows it all."""
+    """The attributes of a served model that this room uses. `LLM` has them."""
 
     folder: Path
     config: EngineConfig
@@ -69,7 +69,7 @@ class Model(Protocol):
 
 
 class ServedEngine(Protocol):
-    """Who does what requests ask for: an `AsyncLLM`, or several of them (`replicas/`)."""
+    """The engine of a served model: an `AsyncLLM`, or several of them (`replicas/`)."""
 
     @property
     def llm(self) -> Model: ...
@@ -80,15 +80,15 @@ class ServedEngine(Protocol):
 
 
 class Words(ABC):
-    """One model, under the names by which clients call it.
+    """A served model, with its tokenizer and the names that clients use for it.
 
-    `trust_chat_templates`: whether a request may bring a chat template of its own, which is a program.
+    `trust_chat_templates`: whether a request may bring its own chat template, which is a program.
     """
 
     watch: Watch | None = None
-    """What the page shows, if there is one."""
+    """The source of the live page; None if the server has no page."""
     no_page = "the server was started with --no-page"
-    """Why, if there is none."""
+    """Why the server has no live page, if it has none."""
 
     def __init__(self, allm: ServedEngine, names: Sequence[str], *, trust_chat_templates: bool = False) -> None:
         self.allm = allm
@@ -99,25 +99,25 @@ class Words(ABC):
 
     @abstractmethod
     async def check_health(self) -> None:
-        """Raise EngineDead or ShuttingDown where requests are not taken."""
+        """Raise EngineDead or ShuttingDown if the engine accepts no requests."""
 
     @abstractmethod
     async def exposition(self, accept: str) -> tuple[bytes, str]:
-        """The metrics, and their content type, for a scrape that accepts this."""
+        """Return the metrics and their content type. `accept`: the Accept header of the scrape."""
 
     @property
     def is_bound_by_pool(self) -> bool:
-        """Whether it is the pool that bounds a sequence: the model, or `max_model_len`, would let it be longer."""
+        """Whether the pool limits the length of a sequence, and not the model's context length or `max_model_len`."""
         length = self._config.max_model_len
         return length == self._config.num_blocks * self._config.block_size < self.allm.llm.model_config.context_length
 
     def warm_up(self) -> None:
-        """Write out a first conversation, which imports a library for that: the first client would wait for it."""
-        with suppress(Exception):  # where it cannot be done, whoever asks for it is told
+        """Encode a conversation, which imports a library. Otherwise the first client would wait for that."""
+        with suppress(Exception):  # a request for a chat will get the error
             self._tokenizer.encode_chat([{"role": "user", "content": ""}])
 
     async def completion(self, body: CompletionBody, answer_id: str, engine_id: str) -> CompletionAnswer:
-        """What is to be answered, and asked of the engine. Raises InvalidRequest, UnknownModel."""
+        """Prepare the answer to a completion, with its requests for the engine. Raises InvalidRequest, UnknownModel."""
         self.check_model(body.model)
         body.check()
         max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
@@ -132,7 +132,7 @@ class Words(ABC):
         return answer
 
     async def chat(self, body: ChatBody, answer_id: str, engine_id: str) -> ChatAnswer:
-        """The same for a conversation."""
+        """Prepare the answer to a chat, with its request for the engine. Raises InvalidRequest, UnknownModel."""
         self.check_model(body.model)
         body.check()
         token_ids = await self._encode_chat(body.messages, body)
@@ -144,7 +144,7 @@ class Words(ABC):
         return answer
 
     async def tokenize(self, body: TokenizeBody) -> Json:
-        """The tokens of a prompt or of a conversation."""
+        """Return the tokens of a prompt or a conversation, in the form of vLLM's /tokenize."""
         self.check_model(body.model)
         body.check()
         if body.prompt is not None:
@@ -157,19 +157,19 @@ class Words(ABC):
         return {"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": names}
 
     async def detokenize(self, body: DetokenizeBody) -> Json:
-        """The text of tokens, special ones too."""
+        """Return the text of tokens, including special ones."""
         self.check_model(body.model)
         self._check_tokens(body.tokens)
         decode = partial(self._tokenizer.decode, skip_special_tokens=False)
         return {"prompt": await asyncio.to_thread(decode, body.tokens)}
 
     def check_model(self, name: str | None) -> None:
-        """Raise UnknownModel for one that is not served; no name will do."""
+        """Raise UnknownModel if no model of this name is served. A request may leave the name out."""
         if name and name not in self.names:
             raise UnknownModel(f"there is no model {name[:200]!r} here; there is {', '.join(map(repr, self.names))}")
 
     def card(self, name: str, created: int) -> Json:
-        """What /v1/models says of the model."""
+        """Return the model's entry in /v1/models, under one of its names."""
         return {
             "id": name,
             "object": "model",
@@ -201,8 +201,8 @@ class Words(ABC):
         return [self._prompt(None, tokens, body, max_tokens) for tokens in given]
 
     def _prompt(self, text: str | None, tokens: Sequence[int], body: SamplingBody, max_tokens: int | None) -> Prompt:
-        """The prompt, or what is kept of it where it is to be truncated: `truncate_prompt_tokens`, or, for -1, as many
-        tokens as leave room for `max_tokens`. Raises InvalidRequest for a prompt without tokens."""
+        """Return the prompt, truncated to `truncate_prompt_tokens` if that is given. -1 keeps as many tokens as leave
+        room for `max_tokens`. Raises InvalidRequest for a prompt without tokens."""
         if not tokens:
             raise InvalidRequest("prompt is empty; give it at least one token")
         most = body.truncate_prompt_tokens
@@ -212,13 +212,13 @@ class Words(ABC):
         return Prompt(text if len(kept) == len(tokens) else None, kept)
 
     def _check_length(self, num_characters: int, param: str) -> None:
-        """Refuse at once what will be too long as tokens, which would take seconds to find out."""
+        """Raise TooLong if any text of this length has too many tokens. To tokenize it first would take seconds."""
         if self._tokenizer.least_tokens(num_characters) > self._config.max_model_len:
             raise TooLong(f"{self._longest}, and the prompt has {num_characters:,} characters; shorten it", param)
 
     @property
     def _longest(self) -> str:
-        """In the words that clients of OpenAI and vLLM know, after which some shorten what they send."""
+        """The message for sequences that are too long. Some clients of OpenAI and vLLM shorten their prompts by it."""
         why = " (the pool of blocks holds no more)" if self.is_bound_by_pool else ""
         return f"this model's maximum context length is {self._config.max_model_len} tokens{why}"
 
@@ -243,7 +243,7 @@ class Words(ABC):
         self._check_length(length, "messages")
         encode = partial(self._tokenizer.encode_chat, messages, **options)
         if length <= LONG_TEXT:
-            return await asyncio.to_thread(encode)  # the first one imports a library
+            return await asyncio.to_thread(encode)  # the first call imports a library
         return await self.allm.tokenizing(length, encode)
 
     def _most(
@@ -254,10 +254,11 @@ class Words(ABC):
         name: str = "max_tokens",
         of_prompt: str = "prompt",
     ) -> int | None:
-        """The tokens that each sequence generates at most: `max_tokens`, lowered to the room that there is; None, which
-        is as many as fit, if that is left open. As in vLLM, only more than max_model_len is refused.
+        """Return `max_tokens`, lowered to the room that each sequence has; None, which generates as many tokens as fit,
+        stays None.
 
-        Raises TooLong for more, in the field `name`, and for a prompt, in the field `of_prompt`, that leaves no room.
+        Raises TooLong if `max_tokens` (the field `name`) exceeds max_model_len, as in vLLM, if the prompt (the field
+        `of_prompt`) leaves no room, or if `min_tokens` exceeds the room.
         """
         length, most = len(prompt.token_ids), self._config.max_model_len
         if max_tokens is not None and max_tokens > most:
@@ -278,8 +279,9 @@ class Words(ABC):
         return None if max_tokens is None else min(max_tokens, room)
 
     def _room(self, prompt_length: int, num_sequences: int) -> int:
-        """The tokens that each of so many sequences has room for: what max_model_len leaves, and an equal part of the
-        pool, of which they share the prompt's full blocks. The last token needs no slot."""
+        """Return the number of tokens that each of `num_sequences` sequences has room for. It is limited by
+        max_model_len and by an equal share of the pool. The sequences share the prompt's full blocks, and the last
+        token needs no slot."""
         room = self._config.max_model_len - prompt_length
         if num_sequences == 1:
             return room
@@ -305,7 +307,7 @@ class Words(ABC):
 class LocalModel(Words):
     """A model whose engine is in this process.
 
-    `page`: whether there is a page that shows what the engine does (it must not have done anything yet).
+    `page`: whether to serve the live page. The engine must not have done anything yet.
     """
 
     allm: AsyncLLM

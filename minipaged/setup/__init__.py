@@ -1,1 +1,1 @@
-"""What an engine is set up with: the settings, and parts of somebody's own."""
+"""The setup of an LLM: its settings, a user's own parts, the loaded model, and the sizes that were left open."""

@@ -1,7 +1,7 @@
-"""A user's own parts, as a text names them: on the command line, and in a config file.
+"""A user's own parts, named by a text on the command line or in a config file.
 
 allocator           FILE.py:Class
-scheduling_policy   FILE.py:Class, or a name that is known
+scheduling_policy   FILE.py:Class, or the name of one of ours
 kv_connector        the folder of a SharedStorageConnector
 """
 
@@ -18,12 +18,12 @@ from minipaged.errors import InvalidRequest
 from minipaged.handover.shared_storage import SharedStorageConnector
 
 USERS_MODULE = "minipaged_users_{}"
-"""The name under which a user's file is imported, whatever the file is called."""
+"""The module name under which a user's file is imported, whatever the file's name."""
 PARTS = {"--allocator": "allocator", "--scheduling-policy": "policy"}
 
 
 def place_in_users_file(error: BaseException) -> tuple[str, str] | None:
-    """The user's own part, and FILE:LINE of it, that an error came out of, if it did."""
+    """The user's part that raised an error, and FILE:LINE where it did; None if the error was raised elsewhere."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for part in PARTS.values():
         if frames and frames[-1].f_globals.get("__name__") == USERS_MODULE.format(part):
@@ -32,12 +32,12 @@ def place_in_users_file(error: BaseException) -> tuple[str, str] | None:
 
 
 def is_users(part: object) -> bool:
-    """Whether it is what `load_class` has loaded."""
+    """Whether `part` is from a file that `load_class` has loaded."""
     return getattr(part, "__module__", "") in [USERS_MODULE.format(each) for each in PARTS.values()]
 
 
 def load_class(option: str, spec: str) -> Any:
-    """The class that FILE.py:Class names. Raises InvalidRequest when it is not there or the file does not load."""
+    """Load the class that FILE.py:Class names. Raises InvalidRequest if it is missing or the file does not load."""
     file, colon, name = spec.rpartition(":")
     if not colon or not file.endswith(".py") or not name.isidentifier():
         example = f"my_{PARTS[option]}.py:{'BlockAllocator' if option == '--allocator' else 'Scheduler'}"
@@ -66,4 +66,4 @@ FROM_TEXT: dict[str, Callable[[Any], Any]] = {
     "scheduling_policy": lambda text: load_class("--scheduling-policy", text) if ":" in text else text,
     "kv_connector": lambda text: None if text is None else SharedStorageConnector(text),
 }
-"""Of each setting that is an object, what its text stands for. Raises InvalidRequest where that is not there."""
+"""For each setting that is an object, the function that makes it from a text. It raises InvalidRequest if it cannot."""

@@ -1,6 +1,6 @@
-"""What an `LLM` can be told beside its model: its keyword arguments, and options of the command line (`options.py`).
+"""The settings of an `LLM`: its keyword arguments, which are also options of the command line (`options.py`).
 
-What is None is found out when the model has been loaded; an `EngineConfig` is what has become of it.
+A setting that is None gets its value once the model is loaded. The `EngineConfig` has the final values.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from minipaged.params import EngineConfig, EngineSettings, KVCacheDtype, Preempt
 from minipaged.scheduling import MakePolicy
 
 MakeAllocator = Callable[[int], BlockAllocator]
-"""A class of block allocators, or a function, given the number of blocks."""
+"""A class of block allocators (or a function) to call with the number of blocks."""
 
 
 def left_open(name: str) -> Any:
-    """A field of EngineConfig that the user may leave open."""
+    """Make a field like EngineConfig's of this name that the user may leave open (None)."""
     [known] = [each for each in fields(EngineConfig) if each.name == name]
     return field(default=None, metadata=known.metadata)
 
@@ -31,41 +31,41 @@ class Settings(EngineSettings):
     """All settings of an `LLM`. Raises InvalidRequest (a ValueError) for a value out of range."""
 
     tier: str = "auto"
-    """Which tier computes: reference, fast, or auto, which is the fast one where it is installed."""
+    """Tier to compute with: reference, fast, or auto, which is fast if that is installed."""
     device: str = "auto"
-    """Where it computes: cpu, cuda, or auto, which is a GPU where there is one."""
+    """Device to compute on: cpu, cuda, or auto, which is a GPU if there is one."""
     dtype: str = "auto"
-    """What it computes in: float32, bfloat16, float16, float64, or auto, which is what suits the device."""
+    """Data type to compute in: float32, bfloat16, float16, float64, or auto, which suits the device."""
     num_blocks: int | None = left_open("num_blocks")
-    """Blocks in the KV cache's pool; if left open, as many as `gpu_memory_utilization` allows."""
+    """Blocks in the KV cache's pool; if left open, the number that `gpu_memory_utilization` allows."""
     gpu_memory_utilization: float = setting(0.9, above=0, at_most=1)
-    """Share of the memory to use that is free after loading the weights: the GPU's, or the machine's where there is no
-    GPU."""
+    """Share to use of the memory that is free after loading the weights: the GPU's memory, or without a GPU the
+    machine's."""
     num_swap_blocks: int | None = left_open("num_swap_blocks")
-    """Blocks in the host pool that swapping uses; if left open, a quarter of `num_blocks`, or what half of the host's
-    free memory holds, if that is less."""
+    """Blocks in the host pool that swapping uses; if left open, a quarter of `num_blocks`, or the number that fits into
+    half of the host's free memory, if that is less."""
     swap_space: float | None = setting(None, at_least=0, at_most=2**20)
-    """The same in GiB, as vLLM had it: give one of them."""
+    """Size of the host pool in GiB, as older versions of vLLM had it; give this or `num_swap_blocks`."""
     max_model_len: int | None = left_open("max_model_len")
-    """Longest sequence, prompt and output together, in tokens; if left open (or -1), the model's (as far as its sliding
-    window reaches, where it has one), or the pool's where that is smaller."""
+    """Maximum length of a sequence, prompt and output together, in tokens; if left open (or -1), the model's maximum
+    (its sliding window, if it has one), or the pool's size if that is smaller."""
     async_scheduling: bool | None = left_open("async_scheduling")
-    """Launch a step before the tokens of the one before are known; it changes no token. If left open, where there is a
-    GPU, which then need not wait for the host. No effect with `pipeline_parallel_size` above 1."""
+    """Launch a step before the tokens of the step before are known; this changes no token. If left open, on with a GPU,
+    which then need not wait for the host. No effect with `pipeline_parallel_size` above 1."""
     allocator: MakeAllocator | None = None
-    """A class of block allocators to use in place of the tier's own; it is checked at every call."""
+    """Class of block allocators to use instead of the tier's own; it is checked at every call."""
     worker_timeout: float = setting(60.0, above=0)
-    """With `tensor_parallel_size` or `pipeline_parallel_size`: how many seconds a step may take in other processes,
-    before it is given up."""
+    """Seconds that a step may take in worker processes before it is given up. (There are workers if
+    `tensor_parallel_size` or `pipeline_parallel_size` is above 1.)"""
     scheduling_policy: str | MakePolicy = "fcfs"
-    """Who is served when: fcfs (first come, first served), priority, shortest-first, or a class of one's own
-    (minipaged/scheduling.py)."""
+    """Policy that decides who is served when: fcfs (first come, first served), priority, shortest-first, or a class of
+    your own (minipaged/scheduling.py)."""
     kv_connector: KVConnector | None = None
-    """By what full blocks are handed over to other engines, and had from them: `SharedStorageConnector(folder)`, or one
-    of one's own (minipaged/handover/kv_connector.py)."""
+    """Connector that hands full blocks over to other engines and loads theirs: `SharedStorageConnector(folder)`, or one
+    of your own (minipaged/handover/kv_connector.py)."""
 
     def __post_init__(self) -> None:
-        if self.max_model_len in (-1, "auto"):  # so vLLM has it
+        if self.max_model_len in (-1, "auto"):  # vLLM's ways to leave it open
             object.__setattr__(self, "max_model_len", None)
         check(self)
         if self.allocator is not None and not callable(self.allocator):
@@ -95,19 +95,19 @@ class Settings(EngineSettings):
             )
         if not self.enable_prefix_caching:
             raise InvalidRequest(
-                "kv_connector is given but enable_prefix_caching is False; blocks are handed over by the prefix cache, "
-                "so leave one of them out"
+                "kv_connector is given but enable_prefix_caching is False; the prefix cache hands the blocks over, so "
+                "leave one of them out"
             )
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if (value := getattr(self, name)) > 1:
                 raise InvalidRequest(
-                    f"kv_connector is given and {name} is {value}, where each rank has a part of every block; blocks "
-                    "are handed over by engines of one rank, so leave one of them out"
+                    f"kv_connector is given but {name} is {value}, where each rank has a part of every block; only "
+                    "engines of one rank can hand blocks over, so leave one of them out"
                 )
 
 
 class GivenSettings(TypedDict, total=False):
-    """Those settings that a caller gives: the names and types of `Settings`, for type checkers and editors."""
+    """The settings that a caller gives, with the names and types of `Settings`, for type checkers and editors."""
 
     tier: str
     device: str
@@ -138,14 +138,14 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def takes_settings(function: Function) -> Function:
-    """Show every setting in the signature of a function that takes `**settings`, as help() and completion read it."""
+    """Decorator that shows each setting in the signature of a function with `**settings`, for help() and completion."""
     keyword = inspect.Parameter.KEYWORD_ONLY
     each = (inspect.Parameter(f.name, keyword, default=f.default, annotation=f.type) for f in fields(Settings))
     return with_parameters(function, inspect.signature(function), each)
 
 
 def with_parameters(function: Function, signature: inspect.Signature, each: Iterable[inspect.Parameter]) -> Function:
-    """The function, with these parameters in its signature in place of its last, `**name`."""
+    """Return the function with its last parameter, `**name`, replaced by these parameters in its signature."""
     own = list(signature.parameters.values())[:-1]
     function.__signature__ = signature.replace(parameters=[*own, *each])  # type: ignore[attr-defined]
     return function

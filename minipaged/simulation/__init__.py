@@ -1,1 +1,1 @@
-"""A machine without a model: how long its steps take, and traces of requests to serve on it."""
+"""A simulated machine, which only says how long steps take, and traces of requests to serve on it."""

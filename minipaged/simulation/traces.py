@@ -1,12 +1,12 @@
-"""Traces: when requests of a service arrived and how long they were, served again on a simulated machine.
+"""Traces record when the requests of a service arrived and how long they were. A simulated machine serves them again.
 
-A trace says nothing of what was asked, only (time, context tokens, generated tokens) for each request. That is all that
-memory management depends on when nothing is shared: `TraceReplay` gives the requests to a real `Engine` at their times,
-on the clock of a `SimulatedRunner`, and lets each generate exactly as many tokens as the trace says. Prefix caching is
-off, because a trace does not tell which requests had a beginning in common.
+A trace has no texts, only (time, context tokens, generated tokens) for each request. Memory management depends on no
+more than that if nothing is shared. `TraceReplay` adds the requests to a real `Engine` at their times, on the clock of
+a `SimulatedRunner`, and each generates exactly the number of tokens in the trace. Prefix caching is off, because a
+trace does not say which requests had a common beginning.
 
-Everything is counted in simulated seconds and nothing is drawn at random: the same trace gives the same run, event for
-event. Where no recorded trace is at hand, `poisson_trace` makes one up, of which the same seed gives the same.
+All times are simulated seconds and nothing is random: the same trace gives the same run, event for event. If there is
+no recorded trace, `poisson_trace` makes one up; equal seeds give equal traces.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ HEADERS = (
     ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
     ("time", "context_tokens", "generated_tokens"),
 )
-"""The columns that a trace must have: those of the Azure LLM inference traces (Patel et al., ISCA 2024), whose times
-are dates, or plain ones, whose times are seconds."""
+"""The two sets of columns that a trace may have: those of the Azure LLM inference traces (Patel et al., ISCA 2024),
+where times are dates, and plain ones, where times are seconds."""
 MOST_TOKENS = 10**9
-"""More than any request has: a number above it is a mistake in the file."""
+"""The largest number of tokens that is accepted; a larger one is a mistake in the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +50,13 @@ class TraceRequest:
     """One line of a trace."""
 
     seconds: float
-    """When it arrived, counted from the first request of the trace."""
+    """Time of arrival, counted from the first request of the trace."""
     context_tokens: int
     generated_tokens: int
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """The requests of a CSV file, in order of arrival. Raises InvalidRequest, naming the line and what is wrong."""
+    """Read the requests of a CSV file, in order of arrival. Raises InvalidRequest, naming the line and the mistake."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             return _parse(file, str(path))
@@ -92,15 +92,16 @@ def _parse(lines: Iterable[str], name: str) -> list[TraceRequest]:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """One value of the file, and how it reads as a time or as a number of tokens."""
+    """One value of the file, which can be read as a time or as a number of tokens."""
 
     where: str
     column: str
     text: str | None
-    """None where the line is too short."""
+    """The value's text; None if the line is too short."""
 
     def seconds(self) -> float:
-        """Of a date: since 1970, taken for UTC where it has no time zone. Digits after microseconds are dropped."""
+        """The value as seconds: a number, or a date, counted from 1970 (in UTC if it has no time zone). Digits after
+        microseconds are dropped."""
         text = self._present()
         if self.column == HEADERS[0][0]:
             try:
@@ -132,7 +133,7 @@ class _Cell:
         raise InvalidRequest(f"{self.where}: {self.column} is {self.text!r}; it must be {expected}")
 
 
-# --- Making one up --------------------------------------------------------------------------------
+# --- Making up a trace ----------------------------------------------------------------------------
 
 
 def poisson_trace(
@@ -143,10 +144,10 @@ def poisson_trace(
     generated_tokens: float = 250,
     longest: int = 1000,
 ) -> list[TraceRequest]:
-    """Requests that know nothing of each other: a Poisson process, in which the next one is as likely at any moment.
+    """Make up independent requests: a Poisson process, in which the next request is equally likely at any moment.
 
-    `phases`: (seconds, requests a second), one after another. Both numbers of tokens are drawn from exponential
-    distributions around these means, and are 1 at least and `longest` at most. Raises InvalidRequest.
+    `phases`: (seconds, requests per second), one after another. Each request's two numbers of tokens are drawn from
+    exponential distributions with these means, and kept between 1 and `longest`. Raises InvalidRequest for bad phases.
     """
     if not phases or any(not (0 < seconds < math.inf and 0 < rate < math.inf) for seconds, rate in phases):
         raise InvalidRequest(
@@ -172,22 +173,22 @@ def poisson_trace(
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """One request, and when it was served. Seconds are counted from its arrival."""
+    """One request and when it was served, in seconds from its arrival."""
 
     request: TraceRequest
     first_token: float
     """TTFT, the time to the first token."""
     latency: float
-    """To the last one."""
+    """Time to the last token."""
 
     @property
     def between_tokens(self) -> float:
-        """TPOT, the time per output token after the first, on average; 0 where there is no other."""
+        """TPOT, the average time per output token after the first; 0 if there is only one token."""
         return (self.latency - self.first_token) / max(1, self.request.generated_tokens - 1)
 
 
 def attainment(served: Sequence[ServedRequest], objectives: Objectives) -> float:
-    """The share of these requests for which both objectives are met; 1 of none."""
+    """The share of these requests that meet both objectives; 1 if there are no requests."""
     met = [objectives.met(one.first_token, one.between_tokens) for one in served]
     return sum(met) / len(met) if met else 1.0
 
@@ -197,7 +198,7 @@ def attainment(served: Sequence[ServedRequest], objectives: Objectives) -> float
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of a list of times, in seconds; all 0 where there is none."""
+    """Mean and percentiles of a list of times, in seconds; all 0 for an empty list."""
 
     mean: float
     p50: float
@@ -206,7 +207,7 @@ class Percentiles:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Percentiles:
-        """The p-th percentile is the smallest value that p % of the values do not exceed."""
+        """Compute the mean and the percentiles. The p-th is the smallest value that p % of the values do not exceed."""
         ordered = sorted(values)
         if not ordered:
             return cls(0, 0, 0, 0)
@@ -216,13 +217,13 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class TraceSummary:
-    """What a replay came to so far. Seconds are simulated; means are over steps."""
+    """The results of a replay so far. Seconds are simulated; means are over steps."""
 
     served: int
     refused_too_long: int
-    """Context and output together exceed `max_model_len`."""
+    """Requests whose context and output together exceed `max_model_len`."""
     refused_too_large: int
-    """They fit `max_model_len` and not the pool."""
+    """Requests that fit into `max_model_len` but not into the pool."""
     seconds: float
     steps: int
     generated_tokens: int
@@ -230,31 +231,32 @@ class TraceSummary:
     mean_blocks_used: float
     peak_blocks_used: int
     paged_share_of_tokens: float
-    """Of the slots taken, the share that held a token (paper, Fig. 2). The rest is internal fragmentation."""
+    """Share of the slots taken that held a token (paper, Fig. 2). The rest is internal fragmentation."""
     contiguous_share_of_tokens: float
-    """The same if every sequence had reserved `max_model_len` slots. The rest is two kinds of waste:"""
+    """Share of slots that would have held a token if every sequence had reserved `max_model_len` slots. The rest is the
+    two kinds of waste below."""
     contiguous_share_reserved: float
-    """Slots for tokens that came later."""
+    """Share of slots that would have been reserved for tokens that came later."""
     contiguous_share_internal: float
-    """Slots for tokens that never came."""
+    """Share of slots that would have been reserved for tokens that never came."""
     mean_running: float
-    """Requests in a batch."""
+    """Requests that ran, on average."""
     peak_running: int
     contiguous_requests: int
     """Requests that the same memory could hold with `max_model_len` slots each."""
     mean_waiting: float
-    """Requests that wait, the preempted among them."""
+    """Requests that waited, on average, including preempted ones."""
     peak_waiting: int
     preempted_by_swap: int
     preempted_by_recompute: int
     blocks_swapped_out: int
     tokens_recomputed: int
     latency: Percentiles
-    """From arrival to the last token."""
+    """Time from arrival to the last token."""
     first_token: Percentiles
-    """From arrival to the first token."""
+    """Time from arrival to the first token."""
     normalized_latency: Percentiles
-    """Latency / generated tokens of each request, in seconds a token: the paper's measure of serving (section 6.1)."""
+    """Latency of each request per generated token, in seconds: the paper's measure of serving (section 6.1)."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -262,17 +264,17 @@ class TraceSummary:
 
 
 class TraceReplay:
-    """A trace on a real engine with a simulated machine. Iterate over it to run it, a step each time:
+    """Serves a trace on a real engine with a simulated machine. Iterate over it to run it, one step at a time:
 
         replay = TraceReplay(read_trace(Path("trace.csv")))
         for _ in replay:
             ...  # draw replay.engine, if you like
         print(replay.summary())
 
-    `num_blocks`: None for what the machine's memory holds; `num_swap_blocks`: None for as many again on the host.
-    `pace`: how many seconds of the trace pass in a simulated one; 0.5 lets requests come half as fast. Requests that
-    `max_model_len` (None: the machine's) or the pool can never hold are refused and counted; all others end, as far as
-    the policy is a fair one. `turn(request, now)`: in the place of a policy, whose turn it is
+    `num_blocks`: None for the number that the machine's memory holds. `num_swap_blocks`: None for the same number.
+    `pace`: seconds of the trace per simulated second; with 0.5 requests arrive half as fast. Requests that can never
+    fit into `max_model_len` (None: the machine's) or the pool are refused and counted; all others end, if the policy is
+    fair. `turn(request, now)` replaces a policy; it returns the order in which requests are served
     (`engine/policies/in_turn.py`).
     """
 
@@ -318,7 +320,7 @@ class TraceReplay:
         self.runner = SimulatedRunner(machine, block_size)
         if turn is not None:
             if policy is not FirstComeFirstServed:
-                raise InvalidRequest("a turn says whose turn it is, and so does a policy; give one of them")
+                raise InvalidRequest("turn and policy both decide whose turn it is; give one of them")
             policy = partial(InTurn, by=turn, clock=self.runner.clock)
         self.engine = Engine(
             config,
@@ -334,7 +336,7 @@ class TraceReplay:
         self._arrived: dict[str, TraceRequest] = {}
         self._refused_too_long = self._refused_too_large = 0
         self.served: list[ServedRequest] = []
-        """Those that have ended, in that order."""
+        """The requests that have ended, in the order in which they did."""
         self._running_steps = self._peak_running = 0
         self._waiting_steps = self._peak_waiting = 0
 
@@ -360,12 +362,12 @@ class TraceReplay:
 
     @property
     def num_coming(self) -> int:
-        """Requests that have yet to arrive."""
+        """The number of requests that have yet to arrive."""
         return len(self._coming)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait now, the preempted among them."""
+        """The number of requests that wait now, including preempted ones."""
         return len(self.engine.scheduler.waiting)
 
     @property
@@ -384,7 +386,7 @@ class TraceReplay:
         return request.seconds / self._pace
 
     def _add(self, request: TraceRequest) -> None:
-        """Let it wait in the engine, or refuse it. An engine would cut its output short at `max_model_len`."""
+        """Add a request to the engine, or refuse it. (The engine itself would cut its output at `max_model_len`.)"""
         if request.context_tokens + request.generated_tokens > self.engine.config.max_model_len:
             self._refused_too_long += 1
             return
@@ -405,7 +407,7 @@ class TraceReplay:
         self._peak_waiting = max(self._peak_waiting, self.num_waiting)
 
     def summary(self) -> TraceSummary:
-        """Of the steps run so far."""
+        """The results of the steps run so far."""
         stats: Stats = self.engine.stats
         config, steps, contiguous = self.engine.config, max(1, stats.steps), stats.contiguous
         taken = max(1, contiguous.taken)

@@ -1,17 +1,17 @@
-"""Runs, step by step, in a web page: what the engine did, beside the lines of its source that did it.
+"""Step through a run in a web page, which shows the engine's actions next to the lines of source that ran.
 
     with record("Two requests share a prompt") as run:
         engine = Engine(...)
         ...
     run                         # in a notebook: the stepper
-    run.page()                  # a page of its own, that needs nothing else
+    run.page()                  # a self-contained page
 
-`recording.py` listens to an engine and watches which lines run; `page.py` writes the page; `stepper.js` is the web
+`recording.py` records an engine's events and the lines that run; `page.py` writes the page; `stepper.js` is the web
 component that shows it; `storyteller.py` is a model without weights, for runs whose words do not matter. `edited.py`
-runs what a reader has changed in a page, where there is no NumPy; `reciter.py` is the model for that.
+runs code that a reader has changed in a page, where there is no NumPy; `reciter.py` is the model for that.
 
-`watch_attention` looks into the reference's attention instead: one query walks its block table (`attention.py`, shown
-by `attention.js`).
+`watch_attention` shows the reference's attention instead: one query walks its block table (`attention.py`, shown by
+`attention.js`).
 """
 
 from minipaged.stepper.attention import Walk, watch_attention

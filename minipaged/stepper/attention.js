@@ -1,9 +1,9 @@
-/* <paged-attention>: a query walks its block table, one block at a time, beside a softmax over all scores at hand.
+/* <paged-attention>: a query walks its block table, block by block, next to a softmax over all scores at once.
  *
- * It holds as JSON what `Walk.data` (attention.py) writes: the variables of the reference's `attend` after each turn of
- * its loop, for each place where the blocks could lie, and a sentence for each step. Computed here are only products of
- * those: what is left of a sum once m has risen.
- * Step 1 is the start. Three for each block read it, rescale the sums, and add its terms. The last one divides.
+ * It contains the JSON that `Walk.data` (attention.py) writes: the variables of the reference's `attend` after each turn
+ * of its loop, for each arrangement of the blocks, and a sentence for each step. The script computes only products of
+ * these: the rest of a sum after m has risen.
+ * Step 1 is the start. Three steps for each block read it, rescale the sums, and add its terms. The last step divides.
  */
 (() => {
   "use strict";
@@ -23,11 +23,11 @@
 
   const sumOf = (numbers) => numbers.reduce((sum, x) => sum + x, 0);
 
-  /** All that is known after step n: the sums, each key's score and weight. */
+  /** The state after step n: the sums, and each key's score and weight. */
   const stateAt = ({turns, answer}, n) => {
     const last = n === 3 * turns.length + 2;
     const kind = n === 1 ? "starts" : last ? "divides" : ["reads", "rescales", "adds"][(n - 2) % 3];
-    const t = Math.min(Math.floor((n + 1) / 3), turns.length) - 1; // the turn that the step is of
+    const t = Math.min(Math.floor((n + 1) / 3), turns.length) - 1; // the step's turn
     const turn = turns[t];
     const before = turns[t - 1] ?? {m: null, l: 0, o: answer.map(() => 0)};
     const done = turns.slice(0, kind === "adds" || last ? t + 1 : Math.max(t, 0)); // turns whose terms are added
@@ -39,8 +39,8 @@
       kind, t, turn, before, m, l, o,
       scores: turns.slice(0, t + 1).flatMap(({scores}) => scores),
       weights: done.flatMap(({p}, i) => p.map((weight) => weight * left[i])),
-      parts: done.map(({p}, i) => sumOf(p) * left[i]), // of l
-      answer: last ? answer : l ? o.map((x) => x / l) : [], // l is 0 before the first, and where `fade` underflows
+      parts: done.map(({p}, i) => sumOf(p) * left[i]), // the parts of l
+      answer: last ? answer : l ? o.map((x) => x / l) : [], // l is 0 before the first turn, and if `fade` underflows
     };
   };
   const apart = (a, b) => Math.max(...a.map((x, i) => Math.abs(x - b[i])));
@@ -236,7 +236,7 @@ pre span{display:block;white-space:pre-wrap;overflow-wrap:anywhere;background:va
       key.stopPropagation();
     }
 
-    // --- What is chosen ---
+    // --- The reader's choices ---
 
     /** Another query or length: another run. */
     choose(query, long) {
@@ -314,7 +314,7 @@ pre span{display:block;white-space:pre-wrap;overflow-wrap:anywhere;background:va
       this.drawArrows();
       this.drawSums(now);
       this.drawCode(this.code, now.kind);
-      if (focused?.disabled) this.slider.focus({preventScroll: true}); // the keys go on working
+      if (focused?.disabled) this.slider.focus({preventScroll: true}); // the keys still work
     }
     drawCode(node, kind) {
       node.replaceChildren(...this.data.code[kind].map((line) => make("span", {style: `padding-left:${line.search(/\S/) - 1}ch`}, line.trim())));
@@ -391,7 +391,7 @@ pre span{display:block;white-space:pre-wrap;overflow-wrap:anywhere;background:va
         const a = choice.getBoundingClientRect();
         const cell = this.pool.children[this.blocks[logical]];
         const [x, y] = [a.left + a.width / 2 - all.left, a.bottom - all.top];
-        const [tx, ty] = [cell.offsetLeft + cell.offsetWidth / 2, cell.offsetTop + 2]; // where it flies to
+        const [tx, ty] = [cell.offsetLeft + cell.offsetWidth / 2, cell.offsetTop + 2]; // its destination
         const middle = (y + ty) / 2;
         return `<path class="${logical === this.current ? "now" : ""}" style="${hue(logical)}" d="M${x} ${y}C${x} ${middle} ${tx} ${middle} ${tx} ${ty}m-4-6l4 6l4-6"/>`;
       }).join("");

@@ -1,14 +1,14 @@
-"""What attention reads: a query walks its block table, step by step, in a web page.
+"""Show attention in a web page: a query walks its block table, step by step.
 
     watch_attention(attend, KVCache, q, K, V, table=[7, 1, 3], num_blocks=8, block_size=4)
 
-Nothing is computed here. The reference tier's `attend` runs, and its variables are looked at while it does: the scores
-of each block, m, l and o after it, the factor exp(m_old - m_new). It runs once for every place in the pool where the
-blocks could lie, over a cache that is NaN wherever no key is, so that a reader can put them where they like. And it
-runs over a cache that has the whole context in one block: its loop then has one turn, which is the softmax over all
-scores at hand. All of it once more with a query 100 times as long, whose scores no exp can hold without m.
+This module computes no attention. It runs the reference tier's `attend` and records its variables: the scores of each
+block, m, l and o after the block, and the factor exp(m_old - m_new). `attend` runs once for every arrangement of the
+blocks in the pool, so that a reader can move them. The cache is NaN in every slot without a key. `attend` also runs on
+a cache with the whole context in one block: its loop then has one turn, which is the softmax over all scores at once.
+Everything runs once more with a query 100 times as long, for whose scores exp overflows without m.
 
-`attention.js` is the web component that shows it.
+`attention.js` is the web component that shows the result.
 """
 
 from __future__ import annotations
@@ -29,64 +29,64 @@ from minipaged.stepper.page import element, page_around
 
 SCRIPT = Path(__file__).with_name("attention.js")
 KIND = "application/vnd.minipaged.attention+json"
-"""What a walk is as the output of a cell."""
+"""The MIME type of a walk in the output of a notebook cell."""
 STEPS_END = ("o", "scores", "fade")
-"""Variables of `attend`: when one of them has a new value, a step of the page is over."""
+"""Variables of `attend`. A new value of one of them ends a step of the page."""
 STEPS = ("starts", "reads", "rescales", "adds")
-"""The first steps of every walk: what their lines do. The last one divides."""
+"""The kinds of the first steps of every walk. The last step of a walk divides."""
 LENGTHS = (1, 100)
-"""By what the query is multiplied."""
+"""The factors by which the query is multiplied."""
 MOST_TABLES = 1_000
-"""Arrangements of the blocks; for each the page has a number, and sometimes a run."""
+"""The most arrangements of the blocks. The page contains a number, and sometimes a run, for each."""
 
 Run = dict[str, Any]
-"""One call of `attend`: its turns, each with the variables after it; the answer; and what is said of each step: a
-sentence, in which {block} stands for the block of its turn, and why m is kept."""
+"""One call of `attend`: its turns, with the variables after each; the answer; and for each step a sentence, in which
+{block} is a placeholder for the turn's block, and a reason for m."""
 
 
 @dataclass(frozen=True)
 class Walk:
-    """What `attend` did for some queries of one sequence, wherever its blocks lay."""
+    """The recorded runs of `attend` for some queries of one sequence, for all arrangements of its blocks."""
 
     title: str
     block_size: int
     num_blocks: int
     taken: list[int]
-    """Blocks that are another sequence's."""
+    """Blocks that belong to another sequence."""
     num_keys: int
     tables: list[list[int]]
-    """All arrangements of the sequence's blocks; the first is the one that was asked for."""
+    """All arrangements of the sequence's blocks, beginning with the one that was passed."""
     queries: list[dict[str, Any]]
-    """Of each: its position, and for each of LENGTHS the query, the run over one block that has the whole context,
-    different runs over the tables, and which of them each table's is."""
+    """A dict for each query: its position, and for each of LENGTHS the query, the run over the whole context in one
+    block, the distinct runs over the tables, and the index of each table's run."""
     code: dict[str, list[str]]
-    """The lines of `attend` that ran in a step of each kind."""
+    """The lines of `attend` that run in a step of each kind."""
 
     def data(self) -> dict[str, Any]:
-        """What `attention.js` is fed with, as JSON has it."""
+        """The data for `attention.js`, as a JSON object."""
         return dict(vars(self))
 
     def page(self) -> str:
-        """A page of HTML that needs nothing else."""
+        """A self-contained HTML page."""
         how = "Step with the buttons, or with the arrow keys once the picture has the focus."
         return page_around(
             self.title or "A query walks its block table", how, as_element(self.data(), with_script=True)
         )
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
-        """What a notebook shows; the docs take the data and bring the script themselves."""
+        """The output in a notebook. The docs use only the data, because they include the script themselves."""
         data = self.data()
         return {"text/html": as_element(data, with_script=True), "text/plain": in_words(data), KIND: data}
 
 
 def as_element(data: dict[str, Any], *, id: str = "", with_script: bool = False) -> str:
-    """The walk as a piece of HTML; where no script runs it shows a table of the numbers."""
+    """The walk as an HTML element. It shows the numbers as text if scripts are off."""
     instead = f"<pre>{html.escape(in_words(data))}</pre>"
     return element(data, tag="paged-attention", script=SCRIPT, instead=instead, id=id, with_script=with_script)
 
 
 def in_words(data: dict[str, Any]) -> str:
-    """The last query's walk as a text, one line a turn."""
+    """The walk of the last query as a text, two lines per turn."""
     query = data["queries"][-1]
     run = query["lengths"][0]["runs"][0]
     lines = [f"The query at position {query['position']} walks its block table {data['tables'][0]}:"]
@@ -113,12 +113,12 @@ def watch_attention(
     taken: Sequence[int] = (),
     title: str = "",
 ) -> Walk:
-    """Run the reference's `attend` over its `KVCache`, for one head, and keep what it did.
+    """Run the reference's `attend` over its `KVCache`, for one head, and record its variables.
 
-    query: [queries, head_dim] or [head_dim], the last positions of the context. keys, values: [context, head_dim].
-    table: the block of each logical block, of a pool of `num_blocks`; `taken` are another sequence's. Its other
-    arrangements are those of the same number of blocks that are not taken. Raises InvalidRequest where there are more
-    than MOST_TABLES, and for a table that cannot hold the keys.
+    query: [queries, head_dim] or [head_dim], at the last positions of the context. keys, values: [context, head_dim].
+    table: the physical block of each logical block, in a pool of `num_blocks`; `taken` belong to another sequence. All
+    arrangements of the sequence's blocks in the rest of the pool are recorded. Raises InvalidRequest if there are more
+    than MOST_TABLES, or if the table cannot hold the keys.
     """
     import numpy as np
 
@@ -127,12 +127,12 @@ def watch_attention(
     if len(set(table)) < len(table) or not set(table) <= set(free) or len(table) != -(-len(keys) // block_size):
         raise InvalidRequest(
             f"a table of blocks {list(table)} cannot hold {len(keys)} keys: it takes {-(-len(keys) // block_size)} "
-            f"different ones of those that nobody has, {free}"
+            f"different ones of the free blocks, {free}"
         )
     if (ways := math.perm(len(free), len(table))) > MOST_TABLES:
         raise InvalidRequest(
-            f"{len(table)} blocks may lie in {len(free)} places in {ways:,} ways, and attention runs in each; take a "
-            f"smaller pool or a shorter table, of at most {MOST_TABLES:,} ways"
+            f"{len(table)} blocks can be arranged in {len(free)} places in {ways:,} ways, and attention would run for "
+            f"each; use a smaller pool or a shorter table, with at most {MOST_TABLES:,} ways"
         )
     tables = [list(table), *(list(way) for way in permutations(free, len(table)) if way != tuple(table))]
     positions = range(len(keys) - len(query), len(keys))
@@ -164,7 +164,7 @@ def watch_attention(
 
 
 def _filled(kv_cache: Callable[..., Any], blocks: list[int], num_blocks: int, size: int, keys: Any, values: Any) -> Any:
-    """A cache of one layer with these keys and values, as far as the blocks reach, and NaN in every other slot."""
+    """A one-layer cache with as many of the keys and values as the blocks hold, and NaN in every other slot."""
     cache = kv_cache(num_layers=1, num_blocks=num_blocks, block_size=size, num_kv_heads=1, head_dim=keys.shape[1])
     cache.poison(range(num_blocks))
     slots = [block * size + offset for block in blocks for offset in range(size)][: len(keys)]
@@ -173,14 +173,14 @@ def _filled(kv_cache: Callable[..., Any], blocks: list[int], num_blocks: int, si
 
 
 class _Watch:
-    """Runs a function and looks at its variables; Python calls `on_line` before each of its lines, and at its end."""
+    """Runs a function and records its variables. Python calls `on_line` before each of its lines, and at its end."""
 
     def __init__(self, attend: Callable[..., Any]) -> None:
         self._attend = attend
 
     def run(self, *arguments: Any) -> Run:
         self._turns: list[dict[str, Any]] = []
-        self._lines: list[list[int]] = [[]]  # of each step
+        self._lines: list[list[int]] = [[]]  # the lines of each step
         self._values: list[Any] = [None] * len(STEPS_END)
         before = sys.gettrace()
         sys.settrace(self.on_call)
@@ -202,24 +202,24 @@ class _Watch:
             self._lines.append([])
         if changed == ["o"] and "fade" in now:  # a turn is over
             turn: dict[str, Any] = {name: now[name] for name in ("j", "n")}
-            turn |= {name: _numbers(now[name])[0] for name in ("old", "m", "fade", "l")}  # of the one head
+            turn |= {name: _numbers(now[name])[0] for name in ("old", "m", "fade", "l")}  # the only head
             self._turns.append(turn | {name: _numbers(now[name][0]) for name in ("scores", "p", "o")})
         if kind == "line":
             self._lines[-1].append(frame.f_lineno)
         return self.on_line
 
     def code(self) -> dict[str, list[str]]:
-        """Of the latest run: the lines of its first steps, and of its last."""
+        """The source lines of the latest run's first steps and last step, by kind of step."""
         source, first = inspect.getsourcelines(self._attend)
         steps = [*zip(STEPS, self._lines, strict=False), ("divides", self._lines[-1])]
         return {step: [source[line - first].split("  # noqa")[0].rstrip() for line in lines] for step, lines in steps}
 
 
-# --- What is said ---------------------------------------------------------------------------------
+# --- Sentences ------------------------------------------------------------------------------------
 
 
 def _sentences(turns: list[dict[str, Any]], position: int, block_size: int) -> list[str]:
-    """Of each step; {block} stands for the physical block of its turn."""
+    """The sentence of each step; {block} is a placeholder for the physical block of its turn."""
     start = (
         f"The query at position {position} may see keys 0 to {position}. Nothing is summed yet: m is -∞, l and o are 0."
     )
@@ -246,7 +246,7 @@ def _of_turn(turn: dict[str, Any], block_size: int) -> tuple[str, str, str]:
 
 
 def _reasons(turns: list[dict[str, Any]]) -> list[str]:
-    """Why m is kept, at each step: what exp would come to without it, in float32."""
+    """A sentence for each step that says why the maximum m is needed: the value of exp without it, in float32."""
     import numpy as np
 
     said = ["Without m the terms would be exp(score). How large may a score become?"]
@@ -258,15 +258,15 @@ def _reasons(turns: list[dict[str, Any]]) -> list[str]:
             reason = f"{without}: infinite in float32, and ∞ / ∞ is not a number. With m it is exp(0) = 1."
         else:
             reason = f"{without} = {_short(largest)}: float32 can hold it."
-        said += [said[-1], reason, reason]  # while a block is read, m is what it was
+        said += [said[-1], reason, reason]  # reading a block does not change m
     return [*said, said[-1]]
 
 
 def _short(x: float) -> str:
-    """A number in a sentence."""
+    """A number with three decimals, or with an exponent if it is very small or large."""
     return f"{x:.1e}" if x and not 5e-4 <= abs(x) < 1e5 else f"{x:.3f}"
 
 
 def _numbers(values: Any) -> list[float | None]:
-    """As JSON has them, each with as few digits as tell it from its neighbours in its type; minus infinity is None."""
+    """The values for JSON, each with the fewest digits that identify it in its type; minus infinity becomes None."""
     return [None if value == -float("inf") else float(str(value)) for value in values]

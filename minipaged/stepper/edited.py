@@ -1,9 +1,9 @@
-"""What a reader has written into a page, run where there is nothing but Python: in that page, by Pyodide.
+"""Run code that a reader has edited in a page. It runs in that page, by Pyodide, with nothing but Python.
 
-The text is a cell as of a notebook: a program whose last line is a recording or a picture, after the cells that it
-needs. What comes back is what the page shows: the recording as the stepper takes it, or the picture; what was printed;
-and what went wrong, with the line of the reader's code that it went wrong in. Of a run that fails half way there is
-what was recorded until then.
+The code is like a notebook cell: a program whose last line is a recording or a picture. It can depend on earlier
+cells. The result is everything that the page shows: the data for the stepper, or the picture; the printed text; and an
+error, with the line of the reader's code that caused it. If a run fails half way, the recording contains the events up
+to the failure.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from minipaged.stepper.pictures import Picture
 from minipaged.stepper.recording import Recording
 
 NAME = "<the code above>"
-"""The name of the text, in place of a file's."""
+"""The file name of the reader's code in tracebacks."""
 MOST_PRINTED = 5000
-"""Characters; of more, the end."""
+"""The number of characters of printed text that are returned; the beginning is cut off."""
 
 
 def run(text: str, needed: str = "") -> str:
-    """Run a cell; as JSON: `run`, `picture`, `printed`, `error` and `line`, each of them null where there is none.
+    """Run a cell. Returns a JSON object with `run`, `picture`, `printed`, `error` and `line`; missing ones are null.
 
-    `needed`: the code of the cells before it that it builds on.
+    `needed`: the code of the earlier cells that the cell depends on.
     """
-    linecache.cache[NAME] = (len(text), None, text.splitlines(keepends=True), NAME)  # where tracebacks look
+    linecache.cache[NAME] = (len(text), None, text.splitlines(keepends=True), NAME)  # so that tracebacks find lines
     names: dict[str, Any] = {"__name__": "__main__"}
     printed = io.StringIO()
     shown = error = line = None
@@ -42,7 +42,7 @@ def run(text: str, needed: str = "") -> str:
             shown = _execute(text, names)
         if not isinstance(shown, Recording | Picture):
             raise InvalidRequest("nothing to show: the last line must name a recording, as `run` does, or a picture")
-    except BaseException as raised:  # SystemExit too: it is the reader's program that ends, not the page's
+    except BaseException as raised:  # SystemExit too: only the reader's program should end
         recordings = [value for value in names.values() if isinstance(value, Recording) and value.events]
         shown = recordings[-1] if recordings else None
         error, line = _told(raised)
@@ -61,8 +61,11 @@ def _execute(text: str, names: dict[str, Any]) -> Any:
 
 
 def _told(error: BaseException) -> tuple[str, int | None]:
-    """What went wrong, in words, and where in the reader's code. Where that was called by minipaged, which reported it
-    by an error of its own, the line is the one where it began, and what happened there is told too."""
+    """The message of an error and its line in the reader's code.
+
+    If minipaged called the reader's code and raised an error caused by the reader's, the line is that of the reader's
+    error, and the message contains both.
+    """
     message = "; because of ".join(
         f"{type(link).__name__}: {link}" if str(link) else type(link).__name__
         for link in (error, error.__cause__)

@@ -1,7 +1,7 @@
-"""The page: a run as data, as an element to put into another page, and as a page that needs nothing else.
+"""Convert a run to data, to an HTML element for another page, or to a self-contained page.
 
-The page holds the web component (`stepper.js`) and the run as JSON; it asks for nothing on the network, so that it can
-be sent to somebody and opened from a file.
+The page contains the web component (`stepper.js`) and the run as JSON. It uses no network, so that it can be sent to
+other people and opened from a file.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from minipaged.replay.teller import explain, letter
 
 STEPPER = Path(__file__).with_name("stepper.js")
 UNSEEN = (StepScheduled,)
-"""Events that are no steps of the page: they count, and change nothing that it shows."""
+"""Events that are not steps of the page, because they change nothing that it shows."""
 COUNT = re.compile(r"ref_count\((\d+)\) is (-?\d+); it should be (\d+)")
-"""A block, what the allocator says, and what is right, in the words of the grader."""
+"""The grader's message about a reference count: the block, the allocator's count, and the correct count."""
 NO_CODE: dict[str, Any] = {"functions": [], "lines": [], "lines_of": [], "current": []}
 
 
@@ -44,19 +44,19 @@ def as_data(
     code: Mapping[str, Any] = NO_CODE,
     doubted: Mapping[int, Collection[int]] | None = None,
 ) -> dict[str, Any]:
-    """What `stepper.js` is fed with.
+    """The data for `stepper.js`.
 
-    `words`: the text of tokens; `notes`: what more to say of an event, by its index; `code`: the lines that ran before
-    each event, from a recording; `doubted`: the blocks of which the allocator says something else than the events,
-    after that of an index.
-    Raises InvalidRequest unless the events begin where the engine does: they could not be followed.
+    `words`: the text of tokens; `notes`: additional sentences for events, by the event's index; `code`: the lines that
+    ran before each event, from a recording; `doubted`: the blocks with a wrong count in the allocator after an event,
+    by the event's index.
+    Raises InvalidRequest unless the events begin at the start of the engine, because the state would be unknown.
     """
     events = list(events)
     if not events:
         raise InvalidRequest("the run has no events; write some with: minipaged generate ... --events run.jsonl")
     if not isinstance(events[0], EngineStarted) or any(isinstance(event, EngineStarted) for event in events[1:]):
         raise InvalidRequest(
-            "a run is followed from its one engine_started event, the first; this is a piece of a run, or several"
+            "a run has one engine_started event, at its beginning; these events are a part of a run, or several runs"
         )
     events = [event for event in events if not isinstance(event, UNSEEN)]
     return {
@@ -70,8 +70,10 @@ def as_data(
 
 
 def failure_of(events: Sequence[Event]) -> dict[str, Any]:
-    """Of a run that ends in a failed step, as the counterexamples of the grader do: what broke, and, where it was a
-    reference count, what the allocator says beside what the tables do."""
+    """The failure of a run that ends in a failed step, as the grader's counterexamples do; {} for any other run.
+
+    It has the error message and, if a reference count was wrong, the allocator's count and the correct one.
+    """
     if not events or not isinstance(events[-1], StepFailed):
         return {}
     seen = sum(not isinstance(event, UNSEEN) for event in events)
@@ -81,7 +83,7 @@ def failure_of(events: Sequence[Event]) -> dict[str, Any]:
 
 
 def words_of(events: Iterable[Event], decode: Callable[[list[int]], str]) -> dict[int, str]:
-    """The text of every token that the events name."""
+    """The text of every token in the events."""
     tokens: set[int] = set()
     for event in events:
         if isinstance(event, RequestArrived):
@@ -96,10 +98,10 @@ def sentences_of(
     words: Mapping[int, str] | None = None,
     doubted: Mapping[int, Collection[int]] | None = None,
 ) -> list[str]:
-    """What is said of each event.
+    """A sentence for each event.
 
-    A run of somebody's faulty part may contradict itself. From there on nobody knows what an event means: the sentences
-    tell the contradiction.
+    A run with a faulty part may contradict itself. From then on the state is unknown, and the sentences describe the
+    contradiction.
     """
 
     def quoted(token: int) -> str:
@@ -119,12 +121,12 @@ def sentences_of(
 
 
 def lettered(text: str) -> str:
-    """With sequences that are named by their numbers, as errors do, called as on the page."""
+    """Replace sequence numbers, which error messages contain, by the letters that the page shows."""
     return re.sub(r"\bsequence (\d+)\b", lambda found: f"sequence {letter(int(found[1]))}", text)
 
 
 def visible(word: str) -> str:
-    """A word of line breaks or spaces alone would look like nothing."""
+    """Make white space in a token visible: signs replace line breaks, and the spaces of a token of spaces only."""
     return (
         "\N{OPEN BOX}" * len(word)
         if word and not word.strip(" ")
@@ -142,10 +144,10 @@ def element(
     start: int = 1,
     with_script: bool = False,
 ) -> str:
-    """A web component as a piece of HTML, a stepper at its step `start`. The page around it brings its script, unless
-    `with_script`.
+    """A web component as an HTML element, which opens at step `start`. `with_script`: include the component's script;
+    otherwise the page must include it.
 
-    `instead`: HTML that is shown where no script runs.
+    `instead`: HTML to show if scripts are off.
     """
     code = f"<script>{script.read_text(encoding='utf-8')}</script>" if with_script else ""
     name = f' id="{html.escape(id)}"' if id else ""
@@ -154,21 +156,21 @@ def element(
 
 
 def in_script(data: Any) -> str:
-    """As JSON in a script element, for a component inside which it is put."""
+    """A script element with the data as JSON, to be put inside a component."""
     text = json.dumps(data, separators=(",", ":"))
-    for sign in "<>&":  # so that no text ends the element, and none is changed by who escapes HTML or reads Markdown
+    for sign in "<>&":  # so that no text ends the element, and no HTML escaping or Markdown changes it
         text = text.replace(sign, f"\\u{ord(sign):04x}")
     return f'<script type="application/json">{text}</script>'
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """A whole page around one stepper."""
+    """A self-contained page with one stepper."""
     how = "Step with the buttons or on the timeline, or with the arrow keys once the stepper has the focus."
     return page_around(data["title"] or "A run of minipaged, step by step", how, element(data, with_script=True))
 
 
 def page_around(title: str, how: str, shown: str) -> str:
-    """A whole page around a piece of HTML. `how`: a sentence for who uses it."""
+    """A self-contained page around a piece of HTML. `how`: a sentence that explains the use."""
     title = html.escape(title)
     return f"""<!doctype html>
 <html lang="en">

@@ -1,7 +1,7 @@
-"""Bars cut into parts, rows of cells, and curves, as SVG: for the tutorials.
+"""Stacked bars, rows of cells, and curves as SVG, for the tutorials.
 
-A part is told from others by the pattern at its foot and by the words beside it, not only by its colour, which can be
-seen on light and on dark. A curve has a colour of its own, its dashes, and its name beside its end.
+The parts of a bar differ in the pattern at their foot and in their labels, not only in colour. All colours are visible
+on light and dark backgrounds. Curves differ in colour and dashes, and each has its name at its end.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ FILLS = {
     "grid": ("#cc79a7", "#000", '<path d="M0 4H8M4 0V8" stroke="#000" stroke-width=".8"/>'),
     "empty": ("none", "currentColor", ""),
 }
-"""A colour (after Okabe and Ito, who chose them for colour-blind readers), what is written on it, and its pattern."""
+"""Fill colours (by Okabe and Ito, who chose them for colour-blind readers), each with a text colour and a pattern."""
 STRIP = 7
-"""The pattern's height, at the foot of a box: nothing is written on it."""
+"""The height of the pattern at the foot of a box, which stays free of text."""
 WIDTH, ROW = 480, 56
 CURVES = (("#0072b2", ""), ("#c4461f", "7 4"), ("#0a7f5c", "2 4"), ("#9c4f8c", "9 3 2 3"))
-"""Colours that are told apart by colour-blind readers (after Okabe and Ito), on white and on dark grey; and dashes."""
+"""Colours and dashes of curves. Colour-blind readers can tell the colours apart (after Okabe and Ito), on white and on
+dark grey."""
 
 
 @dataclass(frozen=True)
 class Bars:
-    """`rows`: a name, and its parts from left to right as (kind, size). All rows have one scale."""
+    """Stacked bars on one scale. `rows`: the name of each bar, and its parts from left to right as (kind, size)."""
 
     rows: Sequence[tuple[str, Sequence[tuple[str, float]]]]
     fills: Mapping[str, str]
-    """How each kind is drawn: one of FILLS."""
+    """The fill of each kind: a key of FILLS."""
     unit: str = ""
     percent: bool = False
-    """Write each part as its share of its row."""
+    """Whether each part is labelled with its share of the row."""
     axis: str = ""
-    """What is counted, where the numbers have no unit."""
+    """The name of the quantity on the axis, if the numbers have no unit."""
 
     def _repr_html_(self) -> str:
         longest = max(sum(size for _, size in parts) for _, parts in self.rows)
@@ -54,7 +55,7 @@ class Bars:
         return _picture([*drawn, *axis], y + 40 * bool(axis), self.fills, self.as_text())
 
     def _axis(self, y: float, longest: float, scale: float) -> list[str]:
-        """Below the bars, unless they are shares of different wholes."""
+        """The axis below the bars; none if they are shares of different wholes."""
         wholes = [sum(size for _, size in parts) for _, parts in self.rows]
         if self.percent and min(wholes) < 0.999 * longest:
             return []
@@ -68,7 +69,7 @@ class Bars:
         return [*drawn, f'<text x="{WIDTH / 2}" y="{y + 35}" text-anchor="middle">{html.escape(name)}</text>']
 
     def as_text(self) -> str:
-        """The same in words."""
+        """The bars in words, for screen readers."""
         return "; ".join(
             f"{name}: "
             + ", ".join(f"{kind} {self._amount(size, sum(size for _, size in parts))}" for kind, size in parts)
@@ -81,14 +82,14 @@ class Bars:
 
 @dataclass(frozen=True)
 class Cells:
-    """`rows`: a name, and its cells from left to right as (text, kind). All cells have one width."""
+    """Rows of cells of one width. `rows`: the name of each row, and its cells from left to right as (text, kind)."""
 
     rows: Sequence[tuple[str, Sequence[tuple[str, str]]]]
     fills: Mapping[str, str]
-    """How each kind is drawn: one of FILLS."""
+    """The fill of each kind: a key of FILLS."""
 
     def _repr_html_(self) -> str:
-        left = 12 + 9.5 * max(len(name) for name, _ in self.rows)  # on a phone letters are 17 high
+        left = 12 + 9.5 * max(len(name) for name, _ in self.rows)  # on a phone letters are 17 units high
         width = min(80.0, (WIDTH - 1 - left) / max(len(cells) for _, cells in self.rows))
         drawn, y = [], 4
         for name, cells in self.rows:
@@ -99,7 +100,7 @@ class Cells:
         return _picture(drawn, y, self.fills, self.as_text())
 
     def as_text(self) -> str:
-        """The same in words."""
+        """The rows of cells in words, for screen readers."""
         return "; ".join(
             f"{name}: " + ", ".join(f"{text} {kind}".strip() for text, kind in cells) for name, cells in self.rows
         )
@@ -107,18 +108,19 @@ class Cells:
 
 @dataclass(frozen=True)
 class Curves:
-    """`curves`: a name, and points (x, y) from left to right, all of them 0 or more. Both axes begin at 0."""
+    """Curves in one diagram, whose axes both begin at 0. `curves`: the name of each, and its points (x, y) from left to
+    right, all of them 0 or more."""
 
     curves: Sequence[tuple[str, Sequence[tuple[float, float]]]]
     x: str
-    """What goes to the right, with its unit."""
+    """The quantity on the x axis, with its unit."""
     y: str
-    """What goes up."""
+    """The quantity on the y axis."""
     height: int = 220
     percent: bool = False
     """Whether y is a share, written in per cent."""
     notes: Sequence[str] = ()
-    """Lines below it."""
+    """Lines of text below the diagram."""
 
     def _repr_html_(self) -> str:
         left, right, floor = 50, 34 + 9 * max(len(name) for name, _ in self.curves), 26.0 + self.height
@@ -148,7 +150,7 @@ class Curves:
             drawn.append(f'<polyline points="{line}" {stroke}/>')
             ends.append((at(*points[-1])[1], name, stroke))
         low = 0.0
-        for y, name, stroke in sorted(ends):  # one below the other, where their curves end in one place
+        for y, name, stroke in sorted(ends):  # one name below another if curves end at the same height
             low = max(y, low + 18)
             drawn.append(f'<path d="M{WIDTH - right + 4} {low:.1f}h18" {stroke}/>')
             drawn.append(f'<text x="{WIDTH - right + 26}" y="{low + 5:.1f}">{html.escape(name)}</text>')
@@ -159,7 +161,7 @@ class Curves:
         return _picture(drawn, y, {}, self.as_text())
 
     def as_text(self) -> str:
-        """The same in words."""
+        """The curves in words, for screen readers."""
         drawn = "; ".join(
             f"{name} " + ", ".join(f"{x:g}: {self._amount(y)}" for x, y in points) for name, points in self.curves
         )
@@ -173,14 +175,14 @@ Picture = Bars | Cells | Curves
 
 
 def _ticks(most: float) -> list[float]:
-    """Four to eight round numbers from 0 on."""
+    """About four to eight round numbers from 0 to `most`."""
     power = 10.0 ** math.floor(math.log10(most))
     step = next(part * power for part in (0.1, 0.2, 0.25, 0.5, 1, 2) if most / (part * power) <= 8)
     return [round(i * step, 10) for i in range(int(most / step + 1e-9) + 1)]
 
 
 def _box(x: float, y: float, width: float, fill: str, text: str, height: int = 30) -> str:
-    """A box, with its text where there is room for it."""
+    """A box, with its text if there is room for it."""
     colour, ink, pattern = FILLS[fill]
     size = f'x="{x:.1f}" width="{width:.1f}"'
     box = f'<rect {size} y="{y}" height="{height}" fill="{colour}" stroke="currentColor"/>'
@@ -188,13 +190,13 @@ def _box(x: float, y: float, width: float, fill: str, text: str, height: int = 3
         box += f'<rect {size} y="{y + height - STRIP}" height="{STRIP}" fill="url(#fill-{fill})"/>'
     if width < 10 * len(text) + 4 or not text:
         return box
-    middle = y + (height - STRIP) / 2 + 5  # where there is no pattern, too: a row has one baseline
+    middle = y + (height - STRIP) / 2 + 5  # also in boxes without a pattern, so that a row has one baseline
     label = f'<text x="{x + width / 2:.1f}" y="{middle:g}" text-anchor="middle" fill="{ink}">'
     return f"{box}{label}{html.escape(text)}</text>"
 
 
 def _picture(drawn: list[str], y: float, fills: Mapping[str, str], words: str) -> str:
-    """What was drawn, y high, and below it what each fill stands for."""
+    """A whole picture: the elements `drawn`, which are `y` high, and below them the legend of the fills."""
     for i, (kind, fill) in enumerate(fills.items()):
         x = 1 + (i % 2) * WIDTH / 2
         drawn.append(_box(x, y + 6, 22, fill, "", height=16))
@@ -205,7 +207,7 @@ def _picture(drawn: list[str], y: float, fills: Mapping[str, str], words: str) -
         for name, (_, _, lines) in FILLS.items()
         if lines
     )
-    return (  # no wider than that letters of 14 are as large as the text around them
+    return (  # limit the width, so that letters are at most as large as the text around the picture
         f'<svg viewBox="0 0 {WIDTH} {y + 6}" role="img" aria-label="{html.escape(words)}" '
         'xmlns="http://www.w3.org/2000/svg" font-family="system-ui, sans-serif" font-size="14" fill="currentColor" '
         f'style="max-width:{WIDTH * 7 // 6}px"><defs>{patterns}</defs>{"".join(drawn)}</svg>'

@@ -1,11 +1,12 @@
-"""A storyteller in plain Python that checks every read: for block allocators and block tables that are being written.
+"""A storyteller in plain Python that checks every read, for testing new block allocators and block tables.
 
-It runs where there is no NumPy, in a page too. Where its texts part, sample 0 of a request goes the first way, sample 1
-the second, and so on; nothing is drawn. Its memory holds, in place of keys and values, the token that was written into
-each slot. A token of a storyteller stands for everything before it as well, so that what a block table leads to can be
-compared with what should be there: the invariant `content`. Its engines check the other invariants after every step.
+It needs no NumPy and also runs in a page. At a branch of its texts, sample 0 of a request takes the first branch,
+sample 1 the second, and so on; nothing is random. In place of keys and values, its memory stores the token that was
+written into each slot. A storyteller's token identifies the whole text before it. A read through the block table can
+therefore be compared with the correct text: the invariant `content`. Its engines check the other invariants after every
+step.
 
-Its prompts are what `encode` gives: the beginnings of its texts.
+Its prompts must come from `encode`: they are beginnings of its texts.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Slots = dict[int, int]
 
 
 class Reciter(Storyteller):
-    """Knows texts by heart, and where it has put them."""
+    """A storyteller that stores its tokens in blocks and checks them when it reads."""
 
     def engine(self, **options: Any) -> Engine:
         self._engine = engine = super().engine(**{"debug": True} | options)
@@ -35,7 +36,7 @@ class Reciter(Storyteller):
         self._host: dict[int, Slots] = {}
         self._before: dict[int, int | None] = {}
         self._position: dict[int, int] = {}
-        for (before, _), token in self._tokens.items():  # a token comes after the one before it
+        for (before, _), token in self._tokens.items():  # each token follows its predecessor
             self._before[token] = before if before >= 0 else None
             self._position[token] = self._position[before] + 1 if before >= 0 else 0
         return engine
@@ -56,7 +57,7 @@ class Reciter(Storyteller):
             self._device[destination] = dict(self._device.get(source, {}))
 
     def forward(self, batch: Batch) -> list[list[int]]:
-        """What may follow each row that wants to know."""
+        """The tokens that may follow each row that needs logits. Raises InvariantViolation for a wrong read."""
         rows, tables = self.mirror.rows, self._tables()
         for given, row in zip(batch, rows, strict=True):
             for token, slot in zip(given.token_ids, _slots(tables[row.sequence], row.start, row.stop), strict=True):
@@ -69,14 +70,14 @@ class Reciter(Storyteller):
         return self.following[token] or [token]
 
     def _tables(self) -> dict[int, BlockTable]:
-        """The tables themselves: they may be somebody's work, and have to find the slots."""
+        """The sequences' own block tables. They are under test, so the slots must come from them."""
         running = self._engine.scheduler.running
         return {sequence.sequence_id: sequence.table for request in running for sequence in request.sequences}
 
     def _check_reads(self, last: int, row: Row, table: BlockTable) -> None:
         token: int | None = last
         slots = _slots(table, 0, row.stop)
-        for position in reversed(range(row.stop)):  # from the end, since a token knows the one before it
+        for position in reversed(range(row.stop)):  # backwards, because a token identifies its predecessor
             block, offset = divmod(slots[position], self._block_size)
             found = self._device.get(block, {}).get(offset)
             if token is None or found != token:
@@ -86,7 +87,7 @@ class Reciter(Storyteller):
                     Invariant.CONTENT,
                     f"position {position} is looked up in slot {slots[position]}, which {holds}{wanted}",
                 )
-            if position <= self._position[token]:  # a text that is over goes on with its last word
+            if position <= self._position[token]:  # a finished text repeats its last word
                 token = self._before[token]
 
     # --- Tier -------------------------------------------------------------------------------------
@@ -100,7 +101,7 @@ class Reciter(Storyteller):
 
 
 def _slots(table: BlockTable, start: int, stop: int) -> Sequence[int]:
-    """Where the table says that positions are."""
+    """The slots of positions `start` to `stop` - 1. Raises InvariantViolation if the table returns more or fewer."""
     slots = table.slot_mapping(start, stop)
     if len(slots) != stop - start:
         message = f"positions {start} to {stop - 1} have {len(slots)} slots"
@@ -109,4 +110,4 @@ def _slots(table: BlockTable, start: int, stop: int) -> Sequence[int]:
 
 
 def _no_beams(*_: Any) -> NoReturn:
-    raise InvalidRequest("a Reciter chooses no beams; use SamplingParams, or a Storyteller")
+    raise InvalidRequest("a Reciter has no beam search; use SamplingParams, or a Storyteller")

@@ -1,17 +1,16 @@
-"""The recorder: the events of one engine, and which lines of its source ran before each of them.
+"""Record the events of one engine, and the lines of source that ran before each event.
 
-Nothing is told twice: the events are the engine's own (docs/events.md), caught where it emits them, and the lines are
-those that Python ran, read from the files that it ran them from. So a page made from a recording cannot show code that
-does something else.
+The events are the engine's own (docs/events.md), recorded when it emits them. The lines are those that Python ran, read
+from the files that it ran. A page made from a recording therefore cannot show code that differs from the code that ran.
 
-Watched are the functions in WATCHED, where block tables, counts and queues change, and the classes that a caller names.
-One line of each step is *the* line: the one that ANCHORS names, in the function that the event is about. Where none of
-these ran since the event before, it is the last line that ran at all. Where an allocator or a block table tells, and
-one of the caller's ran, it is a line of that: the last one of the method that tells, if it has one, leaving out return
-statements, and the lines of loops, which run once more when a loop is over.
+The recorder watches the functions in WATCHED, where block tables, counts and queues change, and the classes that the
+caller names. The page highlights one line of each step: the one that ANCHORS names for the event. If none of the
+anchors ran since the previous event, it is the last line that ran. If the anchor is in an allocator or a block table
+and the caller's own class ran, it is a line of that class, preferably of the method with the anchor's name. It is the
+last such line except returns and the heads of loops, which run once more when a loop ends.
 
-Where a part is watched that holds blocks, it is asked after each event what it believes; what differs from the tables,
-as they follow from the events, is shown beside them. A run that breaks off says where, and why.
+If a watched class holds blocks, the recorder reads its counts and tables after each event. The page shows where they
+differ from the tables that follow from the events. If a run breaks off, the page shows where and why.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from minipaged.stepper.page import UNSEEN, as_data, element, page, words_of
 
 ROOT = Path(minipaged.__file__).parent
 KIND = "application/vnd.minipaged.run+json"
-"""Under which a notebook has the data, beside the stepper itself."""
+"""The MIME type of a recording's data in the output of a notebook cell, in addition to the stepper's HTML."""
 
 WATCHED: dict[str, tuple[str, ...]] = {
     "engine/engine.py": (
@@ -97,10 +96,10 @@ WATCHED: dict[str, tuple[str, ...]] = {
     "reference/attention.py": ("_attend",),
     "reference/beam_search.py": ("BeamSearch.step",),
 }
-"""Functions by file: what the left half of the stepper can show."""
+"""The functions that are watched, by file. The left half of the stepper can show them."""
 
 Anchor = tuple[str, str]
-"""A function, and what one of its lines begins with."""
+"""A function, and the beginning of one of its lines."""
 
 ANCHORS: dict[str, tuple[Anchor, ...]] = {
     "request_arrived": (("Engine.add_request", "self.scheduler.add(request)"),),
@@ -133,10 +132,10 @@ ANCHORS: dict[str, tuple[Anchor, ...]] = {
     "sequence_finished": (("Committer._end_sequence", "sequence.finish_reason = reason"),),
     "request_finished": (("Committer._finish_request", "request.state = RequestState.FINISHED"),),
 }
-"""The line that each event is about: of these, the first that ran."""
+"""The candidates for the line to highlight, by event. The first one that ran is chosen."""
 
 RED = "In red: how many hold the block, by the events so far; and how many by the allocator's own count."
-"""What is said where an allocator's counts are first seen to differ."""
+"""The note for the first event after which an allocator's counts are wrong."""
 
 Lines = list[tuple[CodeType, int]]
 """Lines of functions, in the order in which they ran."""
@@ -144,54 +143,56 @@ Lines = list[tuple[CodeType, int]]
 
 @dataclass(frozen=True)
 class Believed:
-    """What the parts under test say of themselves."""
+    """The reference counts and block tables that the classes under test report."""
 
     counts: dict[int, int] = field(default_factory=dict)
-    """Of each block of the device: its reference count, as the allocator has it."""
+    """The reference count of each device block, from the allocator."""
     tables: dict[int, list[int]] = field(default_factory=dict)
-    """Of each sequence: the blocks of its table, as the table has them."""
+    """The blocks of each sequence, from its block table."""
 
 
 @dataclass
 class Break:
-    """The end of a run that could not go on."""
+    """The end of a run that could not continue."""
 
     message: str
     lines: Lines
-    """Those that ran after the last event, until what is wrong was seen."""
+    """The lines that ran from the last event until the error was found."""
     counts: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Blocks whose count is wrong: what it should be by the calls so far, and what the allocator says."""
+    """The blocks with a wrong count: the correct count by the calls so far, and the allocator's count."""
     should: dict[int, int] = field(default_factory=dict)
-    """Of the blocks that should be held by the calls so far: how many should hold each."""
+    """The correct count of each held block, by the calls so far."""
     num_events: int = 0
-    """Before the call in which it was seen."""
+    """The number of events before the call in which the error was found."""
 
 
 @dataclass
 class Recording:
-    """One engine's events, but for those that change nothing a page shows, each with the lines that ran before it."""
+    """The events of one engine that change what a page shows, each with the lines that ran before it."""
 
     title: str
     decode: Callable[[list[int]], str] | None = None
-    """Token ids to text; without it the page shows numbers."""
+    """A function that converts token ids to text; without it the page shows numbers."""
     events: list[Event] = field(default_factory=list)
     lines: list[Lines] = field(default_factory=list)
+    """The lines that ran before each event, since the previous one."""
     own: set[CodeType] = field(default_factory=set)
     """Methods of the caller's block allocators and block tables."""
     notes: dict[int, str] = field(default_factory=dict)
-    """What else there is to say of a step, by the index of its event: put behind the step's own sentence."""
+    """Text to append to a step's sentence, by the index of the step's event."""
 
     believed: list[Believed] = field(default_factory=list)
-    """After each event; empty where no part is watched that holds blocks."""
+    """The reports of the classes under test after each event; empty if no watched class holds blocks."""
     broken: Break | None = None
+    """The end of the run, if it broke off."""
     _since: Lines = field(default_factory=list)
-    """Lines that ran after the latest event."""
+    """The lines that have run since the latest event."""
     _caught: Break | None = None
-    """What the engine's guard around an allocator has found since the latest event."""
+    """An error that the engine's checks of an allocator have found since the latest event."""
 
     @contextmanager
     def breaks(self, *errors: type[Exception]) -> Iterator[None]:
-        """Within it one of these errors ends the run, and is kept as its last step."""
+        """A context in which any of these errors ends the run. The error is recorded as the run's last step."""
         try:
             yield
         except errors as error:
@@ -200,20 +201,22 @@ class Recording:
     def _break(self, error: BaseException) -> None:
         message = f"{type(error).__name__}: {error}".rstrip(": ")
         lines = list(self._since)
-        if self.events and isinstance(self.events[-1], StepFailed):  # the engine has cleared up: all lines of that step
+        if self.events and isinstance(
+            self.events[-1], StepFailed
+        ):  # the engine has rolled back: show all lines of that step
             start = max(i for i, event in enumerate(self.events) if isinstance(event, StepStarted))
             lines = [line for before in self.lines[start + 1 :] for line in before] + lines
         raised = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__) if frame.f_code in self.own]
-        lines += raised[-1:]  # not the last line that ran, if it was called again for clearing up
+        lines += raised[-1:]  # the line that raised: rolling back may have run others
         self.broken = replace(self._caught or Break("", lines), message=message)
 
     def note(self, text: str) -> None:
-        """Say something more of the latest event."""
+        """Append text to the sentence of the latest event."""
         latest = len(self.events) - 1
         self.notes[latest] = f"{self.notes[latest]} {text}" if latest in self.notes else text
 
     def data(self) -> dict[str, Any]:
-        """What the stepper is fed with, as JSON has it."""
+        """The data for `stepper.js`, as a JSON object."""
         words = words_of(self.events, self.decode) if self.decode else None
         lines = [*self.lines, self.broken.lines] if self.broken else self.lines
         code, failure = _code(self.events, lines, self.own), self._failure()
@@ -222,7 +225,7 @@ class Recording:
         return as_data(self.title, self.events, words=words, notes=notes, code=code, doubted=doubted) | failure
 
     def _notes(self, doubted: Mapping[int, Collection[int]]) -> dict[int, str]:
-        """With what the words in red mean, where they stand first, and how far the picture goes, where a call broke."""
+        """The notes, including an explanation of the first counts in red, and of the picture at a call that failed."""
         notes, last, broken = dict(self.notes), len(self.events), self.broken
         first = min((i for i, blocks in doubted.items() if blocks and i < last), default=None)
         if first is not None:
@@ -240,20 +243,20 @@ class Recording:
         return notes
 
     def _moved(self) -> dict[int, tuple[int, int]]:
-        """Blocks whose count should have changed by the calls since the last event: as the picture has it, and now."""
+        """The blocks whose correct count changed after the last event: the count in the picture, and the new one."""
         assert self.broken
         state = State()
         try:
             for event in self.events:
                 state.apply(event)
         except (LookupError, ValueError):
-            return {}  # nobody knows what the picture says
+            return {}  # the events contradict each other, so the state is unknown
         should = self.broken.should
         counts = {block: (state.ref_count(block), should.get(block, 0)) for block in range(state.device.num_blocks)}
         return {block: (was, now) for block, (was, now) in counts.items() if was != now}
 
     def _failure(self) -> dict[str, Any]:
-        """What the parts under test have wrong, after each event, and how the run broke off."""
+        """The wrong counts and tables of the classes under test after each event, and the break if there is one."""
         beliefs: dict[int, dict[str, Any]] = dict(_wrong(self.events, self.believed))
         if not self.broken:
             return {"beliefs": beliefs} if beliefs else {}
@@ -269,11 +272,11 @@ class Recording:
         return {"beliefs": beliefs, "broken": broken}
 
     def page(self) -> str:
-        """A page of HTML that needs nothing else."""
+        """A self-contained HTML page."""
         return page(self.data())
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
-        """What a notebook shows: the stepper; the docs take the data and bring the script themselves."""
+        """The stepper for a notebook. The docs use only the data, because they include the script themselves."""
         data = self.data()
         return {"text/html": element(data, with_script=True), KIND: data}
 
@@ -282,10 +285,10 @@ class Recording:
 def record(
     title: str = "", decode: Callable[[list[int]], str] | None = None, watch: Iterable[type] = ()
 ) -> Iterator[Recording]:
-    """Record the engine that is made in this block, until the block ends. It must be the only one that runs there.
+    """Record the engine that is made in this block, until the block ends. No other engine may run in it.
 
-    `watch`: classes whose methods are shown beside the engine's own, a part of yours for instance.
-    Raises InvalidRequest when the block made no engine, or more than one.
+    `watch`: classes whose methods are shown in addition to the engine's own, such as your own block allocator.
+    Raises InvalidRequest if the block makes no engine, or more than one.
     """
     watch = list(watch)
     recording = Recording(title, decode)
@@ -305,7 +308,7 @@ def record(
 
 
 class _Tracer:
-    """Python calls `on_call` for each function that starts, and what it returns for each line of that function."""
+    """A trace function. Python calls `on_call` at each function call, and the result of it at each line of the call."""
 
     def __init__(self, recording: Recording, watch: Iterable[type]) -> None:
         self._recording = recording
@@ -334,23 +337,23 @@ class _Tracer:
 
     def _on_emit(self, queue: EventQueue, event: Event) -> None:
         if isinstance(event, UNSEEN):
-            return  # the lines that led to it are shown with the next event
+            return  # the next event shows the lines that ran before it
         if isinstance(event, EngineStarted):
             if self._queue is not None:
                 raise InvalidRequest("a recording is of one engine; this block has made a second one")
             self._queue = queue
-            queue.listeners.append(lambda event: None)  # or there would be no events of single tokens
+            queue.listeners.append(lambda event: None)  # without a listener there are no events for single tokens
         if queue is self._queue:
             self._recording.events.append(event)
             self._recording.lines.append(self._recording._since)
             self._recording.believed.append(self._ask())
-            self._recording.broken = None  # it has gone on
+            self._recording.broken = None  # the run has continued
             if not isinstance(event, StepFailed):
                 self._recording._caught = None
         self._recording._since = []
 
     def _ask(self) -> Believed:
-        """What the parts under test believe. One that cannot be asked believes nothing."""
+        """The counts and tables that the classes under test report; none if reading them fails."""
         if not self._recording.own:
             return Believed()
         blocks = self._engine.blocks
@@ -363,7 +366,7 @@ class _Tracer:
             return Believed()
 
     def _on_broken(self, guard: CheckedAllocator) -> None:
-        """An allocator has broken its contract: how the engine clears up after that is not of interest."""
+        """Keep the state in which an allocator has broken its contract, before the engine rolls back."""
         if self._engine is None or guard is not self._engine.blocks.allocator or self._recording._caught:
             return
         should, says = guard._counts, self._ask().counts
@@ -373,12 +376,12 @@ class _Tracer:
 
 
 def _held(count: int) -> str:
-    """As a block's corner has it."""
+    """A reference count as the page shows it in a block's corner."""
     return f"×{count}" if count else "free"
 
 
 def _methods(part: type) -> Iterator[CodeType]:
-    """What to watch of a class: its methods, but for the one that is asked for the sake of checks, after each call."""
+    """The methods of a class to watch: all but `ref_count`, which checks call after each operation."""
     for name, member in vars(part).items():
         if isinstance(member, FunctionType) and name != "ref_count":
             yield member.__code__
@@ -390,13 +393,13 @@ def _holds_blocks(part: type) -> bool:
 
 
 def _wrong(events: Sequence[Event], believed: Sequence[Believed]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Where the parts under test say something else than the tables, after the event of each index.
+    """The counts and tables of the classes under test that differ from the events, by the index of the event.
 
-    Events come after the call that caused them, so that an allocator may be ahead of the tables; only what is still
-    wrong when a step begins or ends is wrong.
+    Events come after the call that caused them, so that an allocator may be ahead of the tables. A difference therefore
+    counts only if it still exists when a step begins or ends.
     """
     state, differing = State(), list[dict[tuple[str, int], Any]]()
-    with suppress(LookupError, ValueError):  # from a contradiction on nobody knows what the tables say
+    with suppress(LookupError, ValueError):  # after a contradiction the state is unknown
         for event, says in zip(events, believed, strict=True):
             state.apply(event)
             tables = [(block, state.ref_count(block)) for block in says.counts]
@@ -419,7 +422,7 @@ def _wrong(events: Sequence[Event], believed: Sequence[Believed]) -> Iterator[tu
 
 
 def _code(events: Iterable[Event], lines: Iterable[Lines], own: Set[CodeType]) -> dict[str, Any]:
-    """The sources of the functions that ran, and for each event which of their lines did; equal ones once."""
+    """The source of each function that ran, and the lines that ran before each event, without duplicates."""
     numbers: dict[CodeType, int] = {}
     functions: list[dict[str, Any]] = []
     unique: dict[tuple[tuple[int, tuple[int, ...]], ...], int] = {}
@@ -444,7 +447,7 @@ def _last_own(lines: Lines, own: Set[CodeType]) -> tuple[CodeType, int] | None:
 
 
 def _telling_line(event: Event | None, before: Lines, own: Set[CodeType]) -> tuple[CodeType, int] | None:
-    """The line to light; with no event, where the run broke off."""
+    """The line to highlight for an event; for None, the line at which the run broke off."""
     if event is None:
         return _last_own(before, own) or (before[-1] if before else None)
     anchors = ANCHORS.get(event.name, ())
@@ -458,7 +461,7 @@ def _telling_line(event: Event | None, before: Lines, own: Set[CodeType]) -> tup
     for name, start in anchors:
         if told := [(code, line) for code, line in before if code.co_qualname == name]:
             anchored = [(code, line) for code, line in told if _text(code, line).startswith(start)]
-            return anchored[-1] if anchored else _last_doing(told)  # somebody else's class of that name
+            return anchored[-1] if anchored else _last_doing(told)  # a different class with that name
     return before[-1] if before else None
 
 
@@ -475,11 +478,11 @@ def _file(code: CodeType) -> str:
     path = Path(code.co_filename)
     if path.is_relative_to(ROOT.parent):
         return path.relative_to(ROOT.parent).as_posix()
-    return path.name if path.is_file() else "the code above"  # a cell is no file
+    return path.name if path.is_file() else "the code above"  # a notebook cell is not a file
 
 
 def function_of(code: CodeType) -> dict[str, Any]:
-    """Its source, as the stepper shows it."""
+    """A function's name, file, first line and source, for the stepper."""
     lines, first = inspect.getsourcelines(code)
     margin = len(lines[0]) - len(lines[0].lstrip())
     return {

@@ -1,11 +1,11 @@
-/* <paged-stepper>: steps through the events of a run, forward and back, beside the source lines that ran.
+/* <paged-stepper>: steps through the events of a run, forward and back, next to the source lines that ran.
  *
- * The element holds a <script type="application/json"> with what `minipaged.stepper.page.as_data` writes: the engine's
- * events as in docs/events.md, a sentence for each, and perhaps the text of tokens and the lines that ran before each.
- * `Fold` follows the events and so knows every block table, count, queue and token; it decides nothing that the engine
- * decides. Tests hold it to the fold of the project, minipaged/replay/state.py.
- * It begins at step 1, or at that of its attribute `start`.
- * Step n is the state after the n-th event. A state is kept every CHECKPOINT events, so that going back is short.
+ * The element contains a <script type="application/json"> written by `minipaged.stepper.page.as_data`: the engine's
+ * events (docs/events.md), a sentence for each, and optionally the text of tokens and the lines that ran before each.
+ * `Fold` computes every block table, count, queue and token from the events; it makes no decision of the engine.
+ * Tests compare it with the project's fold, minipaged/replay/state.py.
+ * It opens at step 1, or at the step in the attribute `start`.
+ * Step n is the state after the n-th event. A state is kept every CHECKPOINT events, so that going back is fast.
  */
 (() => {
   "use strict";
@@ -112,7 +112,7 @@
     finished: [...state.finished], cached: new Map(state.cached),
     sequences: new Map([...state.sequences].map(([id, s]) => [id, {...s, tokens: [...s.tokens], table: [...s.table]}])),
   });
-  /** One event more. What does not follow, in the run of a faulty part, changes nothing. */
+  /** Apply one event. An impossible one, in a run with a faulty part, changes nothing. */
   const advance = (state, e) => {
     try {
       follow[e.event]?.(state, e);
@@ -123,9 +123,9 @@
     constructor(events) {
       this.events = events;
       this.kept = [empty()];
-      this.latest = [0, empty()]; // the one that was asked for last
+      this.latest = [0, empty()]; // the last one that was read
     }
-    /** The state after the first n events; to be looked at, not changed. */
+    /** The state after the first n events. Callers must not change it. */
     at(n) {
       let from = Math.min(Math.floor(n / CHECKPOINT), this.kept.length - 1) * CHECKPOINT;
       let start = this.kept[from / CHECKPOINT];
@@ -140,14 +140,14 @@
     }
   }
 
-  /** The run as a whole: what each request was at which events, what happened to it, and how much of the pool was held.
+  /** The whole run: each request's states and what happened to it, and the part of the pool in use.
    * Kinds: waiting, running, swapped, recomputing (running again, until what was dropped is computed). */
   const survey = (events) => {
     const state = empty();
     const rows = new Map(); // request -> {sequences, spans: [{kind, from, to}], marks: [{kind, at}]}, numbers of steps
     const again = new Set();
-    const used = []; // of the device: at step n, blocks that tables hold, and those that only the prefix cache holds
-    const sizes = []; // about how much there is to say of the sequences
+    const used = []; // device blocks at step n: held by tables, and held by the prefix cache only
+    const sizes = []; // roughly the length of the text on the sequences
     const every = Math.ceil(events.length / 600);
     const kindOf = (request) => {
       if (state.running.includes(request)) return again.has(request) ? "recomputing" : "running";
@@ -185,14 +185,14 @@
     for (const row of rows.values()) for (const span of row.spans) span.to ??= events.length;
     return {rows, used, sizes};
   };
-  /** Those that are drawn. */
+  /** The sequences to draw. */
   const shownOf = (finished) => finished.filter((s) => s.reason !== "dropped").slice(-MOST_FINISHED);
   const MARKS = {sequence_forked: "fork", block_copied: "copy", request_preempted: "preemption", request_finished: "end"};
   const OF_INTEREST = new Set(["sequence_forked", "block_copied", "request_preempted", "swapped_out", "swapped_in",
     "prefix_reused", "blocks_loaded", "block_deduplicated", "block_evicted", "request_refused", "blocks_freed", "step_failed",
     "broken_here"]);
 
-  /** Which table entries hold each block of one pool: block -> [{id, logical}]. */
+  /** The table entries for each block of one pool: block -> [{id, logical}]. */
   const holders = (state, host) => {
     const found = new Map();
     for (const s of state.sequences.values()) {
@@ -214,7 +214,7 @@
     return node;
   };
 
-  /** Make the children of a node anew where they differ. `items`: of each, what tells it from others, and how to make it. */
+  /** Replace the children of a node that differ. `items`: for each, the data that it shows, and a function to make it. */
   const patch = (parent, items) => {
     const old = [...parent.children];
     items.forEach(([parts, build], i) => {
@@ -228,7 +228,7 @@
     for (const child of old.slice(items.length)) child.remove();
   };
 
-  /** The demo's colours (minipaged/demo/view.py), each with black or white for what is written on it. */
+  /** The demo's colours (minipaged/demo/view.py), each with black or white for the text on it. */
   const HUES = ["#0087ff", "#d75f00", "#008700", "#af00af", "#008787", "#d70000", "#875fff", "#af5f00", "#5f87af", "#d70087",
     "#878700", "#5f875f"];
   const INKS = HUES.map((hue) => {
@@ -236,21 +236,21 @@
     return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.18 ? "#000" : "#fff";
   });
   const hueOf = (id) => `--hue:${HUES[id % HUES.length]};--ink:${INKS[id % HUES.length]}`;
-  /** What a sequence is called: A to Z, AA, AB ... */
+  /** The letters of a sequence: A to Z, AA, AB ... */
   const letterOf = (id) => (id >= 26 ? letterOf(Math.floor(id / 26) - 1) : "") + String.fromCharCode(65 + id % 26);
   const numberOf = (letters) => [...letters].reduce((n, sign) => 26 * n + sign.charCodeAt(0) - 64, 0) - 1;
   const chip = (id) => make("b", {class: "chip", style: hueOf(id), title: `sequence ${letterOf(id)}`}, letterOf(id));
-  /** A request, with the letters of its sequences where its name is another: "3 (D, E)". */
+  /** A request's name, with its sequences' letters if they differ: "3 (D, E)". */
   const called = (state, name) => {
     const letters = ofRequest(state, name).map((s) => letterOf(s.id)).join(", ");
     return letters && letters !== name ? `${name} (${letters})` : name;
   };
 
-  const MOST_TOKENS = 60; // of a sequence; of a longer one its end is shown
+  const MOST_TOKENS = 60; // shown of a sequence, from its end
   const MOST_FINISHED = 12; // sequences
   const SPEEDS = [["½×", 0.5], ["1×", 1], ["2×", 2], ["4×", 4]];
   const FLIGHT = 500; // milliseconds
-  /** What an event moves: [from, to] as cells of the pools are called, with nowhere to go for what is dropped; and a word. */
+  /** The moves of an event: [from, to] by names of pool cells (to is null for an eviction), and a word. */
   const MOVES = {
     block_copied: (e) => [[[`block ${e.source}`, `block ${e.destination}`]], "copied"],
     swapped_out: (e) => [e.pairs.map(([from, to]) => [`block ${from}`, `host ${to}`]), "out"],
@@ -258,12 +258,12 @@
     block_deduplicated: (e) => [[[`block ${e.own}`, `block ${e.cached}`]], "same"],
     block_evicted: (e) => [[[`block ${e.block}`, null]], "evicted"],
   };
-  const SHAPES = { // of marks on the timeline, around 0, 0
+  const SHAPES = { // marks on the timeline, around 0, 0
     fork: "M-4-4L0 0L4-4M0 0V5", copy: "M-4-4H2V2H-4ZM-1-1H5V5H-1Z", preemption: "M-4-4L4 4M4-4L-4 4", end: "M-3-5H1V5H-3",
   };
   const KINDS = {running: "running", waiting: "waiting", swapped: "swapped out", recomputing: "recomputing"};
 
-  /** The legend, drawn: each sign with what it means. */
+  /** The legend: each sign with its meaning. */
   const legend = () => [
     [chip(0), "a sequence"],
     [make("b", {class: "who"}, chip(0), chip(1)), "×2: two hold the block"],
@@ -409,17 +409,17 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
     chip(id) { return chip(id); }
 
     connectedCallback() {
-      if (this.shadowRoot) return void this.listen(); // it was taken out, and has been put back
+      if (this.shadowRoot) return void this.listen(); // it was removed and inserted again
       this.data = JSON.parse(this.querySelector("script[type='application/json']").textContent);
       this.events = this.data.events;
       this.beliefs = this.data.beliefs ?? {};
-      if (this.data.broken) { // one step more: where the run could not go on
+      if (this.data.broken) { // one more step: the break of the run
         this.events = [...this.events, {event: "broken_here"}];
         this.data.sentences = [...this.data.sentences, `Broken here: ${this.data.broken.message}.`];
       }
       this.fold = new Fold(this.events);
       this.whole = survey(this.events);
-      this.used = {false: new Set(), true: new Set()}; // the blocks that this run ever holds, of the device and the host
+      this.used = {false: new Set(), true: new Set()}; // blocks that the run ever holds: device, host
       for (const e of this.events) {
         const taken = e.event === "blocks_loaded" ? e.blocks : e.new_blocks ?? (e.destination === undefined ? [] : [e.destination]);
         for (const block of taken) this.used.false.add(block);
@@ -432,16 +432,16 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       this.go(this.linked() ?? Number(this.getAttribute("start") ?? 1));
       this.listen();
     }
-    /** To the page around it, as long as it is there. */
+    /** Listen to the page, until the element is removed. */
     listen() {
       this.gone = new AbortController();
-      addEventListener("hashchange", () => { // to a heading, too: that is for no stepper
+      addEventListener("hashchange", () => { // may also name a heading
         if (this.id && location.hash === `#${this.id}`) this.go(this.linked() ?? this.n);
       }, {signal: this.gone.signal});
       this.sizes = new ResizeObserver(() => this.fit());
-      this.sizes.observe(this.all); // also when what was folded is opened
+      this.sizes.observe(this.all); // also when a folded part is opened
     }
-    /** The step of `?step=n#id`, if that is for this stepper; without an id it is for the first of the page. */
+    /** The step of `?step=n#id` if it names this stepper; without an id it names the page's first. */
     linked() {
       const wanted = new URLSearchParams(location.search).get("step");
       const steppers = [...document.querySelectorAll("paged-stepper")];
@@ -508,17 +508,17 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       this.time, make("div", {class: "head"}, bar, this.saying), this.buildTabs(withCode), this.cols,
       make("details", {class: "key"}, make("summary", {}, "Signs and keys"), make("p", {class: "legend"}, ...legend()), make("p", {}, KEYS)));
       root.append(make("style", {}, STYLE), this.all);
-      root.addEventListener("keydown", (key) => this.press(key)); // a key counts only when it is pressed inside
+      root.addEventListener("keydown", (key) => this.press(key)); // only keys pressed inside count
     }
 
-    /** On a phone one of them is shown at a time. */
+    /** A phone shows one of them at a time. */
     buildTabs(withCode) {
       const names = ["Memory", "Sequences", ...(withCode ? ["Code"] : [])];
       const tabs = names.map((name, i) => make("button", {type: "button", "aria-pressed": String(i === 0)}, name));
       tabs.forEach((tab, i) => tab.addEventListener("click", () => {
         this.all.dataset.tab = names[i].toLowerCase();
         for (const each of tabs) each.setAttribute("aria-pressed", each === tab);
-        this.width = 0; // what was hidden could not be measured
+        this.width = 0; // hidden parts could not be measured
         this.fit();
       }));
       return make("div", {class: "tabs", role: "group", "aria-label": "Shown"}, ...tabs);
@@ -535,14 +535,14 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       key.preventDefault();
       key.stopPropagation(); // the page may have its own use for an n
     }
-    /** Up and down go from one to the next within the pool or a block table, which are one stop of the Tab key each. */
+    /** Up and down move within the pool or a block table, each of which is one stop of the Tab key. */
     rove(from, by) {
       const items = from.dataset.key ? [...from.parentElement.children].filter((item) => item.dataset.key) : [];
       const to = items[items.indexOf(from) + by];
       to?.focus();
       return items.length > 0;
     }
-    /** Where the engine step after (or before) this one begins. */
+    /** The beginning of the next (or previous) engine step. */
     engineStep(by) {
       const starts = this.events.flatMap((e, i) => e.event === "step_started" ? [i + 1] : []);
       return by > 0 ? starts.find((n) => n > this.n) ?? this.events.length : starts.findLast((n) => n < this.n) ?? 1;
@@ -575,7 +575,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
     }
 
     word(token) { return this.data.words?.[token] ?? String(token); }
-    /** A word of line breaks or spaces alone would look like nothing. */
+    /** A word with signs for line breaks and spaces. */
     visible(token) { return this.word(token).replaceAll("\n", "↵").replace(/^ +$/, (spaces) => "␣".repeat(spaces.length)); }
 
     go(wanted) {
@@ -596,7 +596,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       this.say.replaceChildren(...this.told(n));
       this.say.classList.toggle("bad", this.events[n - 1].event === "broken_here");
       this.believed = this.beliefs[n - 1] ?? {};
-      this.fliers.replaceChildren(); // of the step before
+      this.fliers.replaceChildren(); // those of the previous step
       this.drawMemory(before, after);
       patch(this.seqs, this.drawSequences(before, after));
       if (this.data.functions.length) this.drawCode(n - 1);
@@ -604,12 +604,12 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       this.drawArrows();
       this.drawMoves();
       if (forward && !matchMedia("(prefers-reduced-motion: reduce)").matches) this.fly();
-      // What had the focus may be disabled now, or drawn anew: the keys go on working.
+      // The focused element may now be disabled or replaced; the keys must still work.
       if (key) (this.shadowRoot.querySelector(`[data-key="${key}"]`) ?? this.slider).focus({preventScroll: true});
       else if (focused?.disabled) this.slider.focus({preventScroll: true});
     }
 
-    /** The sentence of a step, with the letters of the sequences it names, and what else there is to say. */
+    /** The sentence of a step, with its sequences as chips, and its note. */
     told(n) {
       const parts = this.data.sentences[n - 1].split(/(?<=\b[Ss]equence )([A-Z]+)\b/);
       const note = this.data.notes?.[n - 1];
@@ -619,7 +619,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
 
     // --- Size ---
 
-    /** Room for the longest sentence and the most sequences, so that nothing moves from step to step. */
+    /** Reserve room for the longest sentence and the most sequences, so that nothing shifts between steps. */
     fit() {
       const width = this.all.clientWidth;
       if (!width || width === this.width) return;
@@ -627,7 +627,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       const length = (i) => this.data.sentences[i].length + (this.data.notes?.[i]?.length ?? 0);
       const longest = this.events.reduce((most, _, i) => Math.max(most, length(i)), 0);
       const rooms = this.events.map((_, i) => i).filter((i) => length(i) > 0.7 * longest)
-        .sort((a, b) => length(b) - length(a)).slice(0, 40) // the longest, should there be more
+        .sort((a, b) => length(b) - length(a)).slice(0, 40) // the longest 40
         .map((i) => make("p", {class: "room", "aria-hidden": "true"}, ...this.told(i + 1)));
       this.saying.replaceChildren(this.say, ...rooms);
       const {sizes} = this.whole;
@@ -687,7 +687,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       const gutter = 10 + 7 * longest;
       const width = this.time.clientWidth - gutter - 8;
       const x = this.x = (n) => gutter + 6 + (n - 1) / Math.max(1, size - 1) * (width - 12);
-      const lanes = []; // a request each; of very many, those that follow one another
+      const lanes = []; // one per request; if there are very many, consecutive requests share one
       for (const row of rows.values()) {
         const free = rows.size > 50 && lanes.find((lane) => lane.at(-1).spans.at(-1).to <= row.spans[0].from);
         if (free) free.push(row);
@@ -698,7 +698,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       const low = under + 26;
       const drawn = [`<defs><pattern id="stripes" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
         <path d="M1 0V5" stroke="var(--bg)" stroke-width="2"/></pattern></defs>`];
-      let free = -Infinity; // from where on there is room for a number
+      let free = -Infinity; // the start of the room for a number
       let last = -Infinity; // tick
       this.events.forEach((e, i) => {
         const at = x(i + 1);
@@ -753,10 +753,10 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       const then = before.pool ? holders(before, host) : new Map();
       const cached = (state, block) => !host && state.cached.has(block);
       const held = new Set([...now.keys(), ...(host ? [] : after.cached.keys())]);
-      // A small pool is shown whole; of a large one the blocks that this run ever holds.
+      // A small pool is shown whole; a large one without blocks that the run never holds.
       const shown = total <= 64 ? [...Array(total).keys()] : [...this.used[host]].sort((a, b) => a - b);
       const small = shown.length > 24;
-      const judged = !host && Object.values(this.beliefs).some(({blocks}) => blocks); // there is room for it at every step
+      const judged = !host && Object.values(this.beliefs).some(({blocks}) => blocks); // reserve room at every step
       const first = this.data.broken?.should && this.n === this.events.length ? "should be" : "tables";
       const cells = shown.map((block, place) => {
         const who = now.get(block) ?? [];
@@ -770,7 +770,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
           || who.some((h) => !old.some((o) => o.id === h.id));
         const most = (small ? 4 : 6) - 2 * cached(after, block); // chips for which there is room
         const claim = !host && this.believed.blocks?.[block];
-        const gone = refs === 0 && oldTokens.length > 0; // for one step it shows what it held
+        const gone = refs === 0 && oldTokens.length > 0; // for one step it shows its old tokens
         const was = gone ? old.map((h) => h.id) : [];
         return [[tokens, gone && oldTokens, sequences, refs, cached(after, block), was, changed, claim, first], () => {
           const many = sequences.length > most ? sequences.slice(most - 1) : [];
@@ -838,7 +838,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
         ...(out.length ? row("swapped out", out) : []));
     }
 
-    /** Its block table, over each entry the tokens in that block, and then those that are not in the cache yet. */
+    /** A block table, with each block's tokens above its entry, then the tokens not in the cache yet. */
     drawSequence(before, after, s) {
       const size = after.pool.block_size;
       const old = before.sequences.get(s.id);
@@ -862,7 +862,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
           make("span", {}, ...rest)));
     }
 
-    /** Tokens `from` to `to` of a sequence, as far as they are among its last. */
+    /** Tokens `from` to `to` of a sequence that are among the last ones shown. */
     drawTokens(s, from, to, filled) {
       const first = Math.max(0, s.tokens.length - MOST_TOKENS);
       const size = this.events[0].block_size;
@@ -878,7 +878,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
 
     cells() { return new Map([...this.memory.querySelectorAll("[data-block]")].map((cell) => [cell.dataset.key, cell])); }
 
-    /** From each table entry to its block. One that is scrolled out of sight begins at the edge. */
+    /** Arrows from table entries to blocks. They begin at the edge if an entry is scrolled out of sight. */
     drawArrows() {
       const blocks = this.cells();
       const entries = [...this.seqs.querySelectorAll(".entry")];
@@ -887,12 +887,12 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
         return;
       }
       const [all, frame] = [this.state.getBoundingClientRect(), this.seqs.getBoundingClientRect()];
-      const [many, count] = [new Map(), new Map()]; // of a block: arrows in all, and until now
+      const [many, count] = [new Map(), new Map()]; // arrows per block: in total, and so far
       for (const {dataset: {to}} of entries) many.set(to, (many.get(to) ?? 0) + 1);
       this.arrows.innerHTML = entries.map((entry) => {
         const {to, key, sequence} = entry.dataset;
         const [a, b] = [entry.getBoundingClientRect(), blocks.get(to)?.getBoundingClientRect()];
-        if (!b) return ""; // somebody's faulty allocator has handed out what there is not
+        if (!b) return ""; // a faulty allocator returned a block that does not exist
         const nth = (count.get(to) ?? 0) + 1;
         count.set(to, nth);
         const x = a.left + Math.min(a.width / 2, 40) - all.left;
@@ -907,7 +907,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       this.light(this.shadowRoot.activeElement);
     }
 
-    /** The boxes that this step's event leads from and to, in the coordinates of the state, and its word. */
+    /** The source and target boxes of the event's moves, in the coordinates of the state, and its word. */
     moved() {
       const [pairs, word] = MOVES[this.events[this.n - 1].event]?.(this.events[this.n - 1]) ?? [[], ""];
       const cells = this.cells();
@@ -922,14 +922,14 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
         return {a, b: to ? box(cells.get(to)) : {...a, top: a.top - 0.7 * a.height}, cell: cells.get(to ?? from)};
       }), word];
     }
-    /** What an event moves leaves an arrow, with its word. */
+    /** Draw an arrow for each move, with the event's word. */
     drawMoves() {
       const [boxes, word] = this.moved();
       const drawn = boxes.map(({a, b}, i) => {
         const [dx, dy] = [b.left - a.left, b.top - a.top];
         const across = Math.abs(dx) > Math.abs(dy);
         const [sx, sy] = across ? [Math.sign(dx), 0] : [0, Math.sign(dy)];
-        const inside = (box, by) => // near the edge that is nearer to the other: what stands in it is read
+        const inside = (box, by) => // near the edge that faces the other box, so that the text stays visible
           [box.left + box.width / 2 + by * sx * (box.width / 2 - 8), box.top + box.height / 2 + by * sy * (box.height / 2 - 8)];
         const [[x, y], [tx, ty]] = [inside(a, 1), inside(b, -1)];
         const [mx, my] = [(x + tx) / 2, (y + ty) / 2 - Math.min(50, Math.abs(tx - x) / 4)]; // it bows upwards
@@ -940,7 +940,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       });
       this.moves.innerHTML = drawn.join("");
     }
-    /** Forward it flies there. */
+    /** Animate the moves when stepping forward. */
     fly() {
       for (const {a, b, cell} of this.moved()[0]) {
         const style = `left:${a.left}px;top:${a.top}px;width:${a.width}px;height:${a.height}px;${cell.getAttribute("style") ?? ""}`;
@@ -949,11 +949,11 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
         const there = `translate(${b.left - a.left}px,${b.top - a.top}px)`;
         flier.animate([{transform: "none"}, {transform: there, opacity: cell.matches(".free") ? 0 : 1}], {duration: FLIGHT, easing: "ease-in-out"})
           .finished.then(() => flier.remove(), () => {});
-        for (const late of [cell, this.moves]) late.animate({opacity: [0.15, 0.15]}, FLIGHT); // until it has come
+        for (const late of [cell, this.moves]) late.animate({opacity: [0.15, 0.15]}, FLIGHT); // until it arrives
       }
     }
 
-    /** What belongs to what is pointed at, or has the focus: a block's table entries, an entry's block, a token's slot. */
+    /** Mark the parts that belong to the one with the pointer or focus: table entries, a block, a token's slot. */
     light(target) {
       const holder = target?.closest?.("[data-key]");
       const block = holder && (holder.dataset.to ?? holder.dataset.key);
@@ -974,13 +974,13 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
 
     // --- Code ---
 
-    /** A line that is too long goes on below, a little further in. */
+    /** A line that is too long is wrapped, with an indent. */
     drawLine(text) {
       const indent = text.search(/\S|$/);
       return make("span", {style: `padding-left:${indent + 3}ch;text-indent:-3ch`}, text.slice(indent) || " ");
     }
 
-    /** The function that the sentence speaks of, or on demand all that ran. A line that runs some time leads to its next. */
+    /** The function of the highlighted line, or on demand all that ran. A click on a line goes to its next run. */
     drawCode(index) {
       const {functions, lines, lines_of: linesOf, current} = this.data;
       this.ever ??= new Set(lines.flatMap((ran) => ran.flatMap(([f, own]) => own.map((line) => `line ${f} ${line}`))));
@@ -1003,14 +1003,14 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       patch(this.lines, parts.length ? parts
         : [["none", () => make("p", {class: "none"}, "None of the lines shown on this page ran in this step.")]]);
     }
-    /** The line of this step, and what has changed, are brought into view: once all is drawn, so that all is measured once. */
+    /** Scroll to this step's line and changes, after everything is drawn, so that layout is measured once. */
     showChanges() {
       const places = [[this.code, this.lines.querySelector(".now")], [this.seqs, this.seqs.querySelector(".new")]];
       const by = places.map(([frame, inside]) => inside && inside.getBoundingClientRect().top
         - frame.getBoundingClientRect().top - frame.clientHeight / 2);
       places.forEach(([frame], i) => { if (by[i] !== null) frame.scrollTop += by[i]; });
     }
-    /** To the next step that runs a line; after the last, to the first. */
+    /** Go to the next step that runs a line; after the last, to the first. */
     nextRun(row) {
       if (!row) return;
       const [f, line] = row.dataset.key.split(" ").slice(1).map(Number);

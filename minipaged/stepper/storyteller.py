@@ -1,8 +1,8 @@
-"""A model without weights that knows a few texts by heart: for runs in which blocks matter and words do not.
+"""A model without weights that recites a few texts, for runs in which blocks matter and words do not.
 
-Its tokens are the words of its texts, each with everything before it: where two texts begin alike, they share tokens,
-and where they part, both ways are equally likely. So samples and beams of one prompt part ways as a real model's would.
-A text that is over goes on with its last word.
+A token is a word of its texts together with all words before it. Texts with the same beginning therefore share tokens,
+and where they branch, all branches are equally likely. Samples and beams of one prompt thus diverge as with a real
+model. A finished text repeats its last word.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from minipaged.tiers import reference_tier
 
 @dataclass
 class Storyteller(MirroredRunner):
-    """Runs batches without reading or writing any memory."""
+    """A model that runs batches without reading or writing any memory."""
 
     texts: Sequence[str]
     words: list[str] = field(default_factory=list)
     """The text of each token."""
     following: list[list[int]] = field(default_factory=list)
-    """The tokens that may follow each."""
+    """The tokens that may follow each token."""
 
     def __post_init__(self) -> None:
         super().__init__()
-        self._tokens: dict[tuple[int, str], int] = {}  # by the token before it (-1: a text begins) and its word
+        self._tokens: dict[tuple[int, str], int] = {}  # by predecessor (-1: the start of a text) and word
         for text in self.texts:
             self._learn(text.split())
 
@@ -48,7 +48,7 @@ class Storyteller(MirroredRunner):
             before = self._tokens[before, word]
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text that one of the known ones begins with. Raises ValueError for another."""
+        """The tokens of `text`, which must be the beginning of a known text. Raises ValueError for any other."""
         tokens: list[int] = []
         for word in text.split() or [""]:
             token = self._tokens.get((tokens[-1] if tokens else -1, word))
@@ -69,7 +69,7 @@ class Storyteller(MirroredRunner):
     ) -> Engine:
         """A reference engine with this model. `sizes` are fields of EngineConfig; `max_model_len` may be left out.
 
-        `allocator`, `block_table`: classes that take the place of the reference's.
+        `allocator`, `block_table`: classes that replace the reference's.
         """
         sizes = {"max_model_len": sizes["num_blocks"] * sizes["block_size"], "enable_prefix_caching": False} | sizes
         config = EngineConfig(vocab_size=len(self.words), **sizes)
@@ -79,16 +79,16 @@ class Storyteller(MirroredRunner):
         return Engine(config, tier, self, allocator=allocator, decode=self.decode, steady=False)
 
     def tier(self) -> Tier:
-        """The parts that its engines are made of."""
+        """The tier of the model's engines."""
         return reference_tier()
 
     # --- Runner -----------------------------------------------------------------------------------
 
     def move(self, moves: BlockMoves) -> None:
-        """There is nothing to move."""
+        """Do nothing, because there is no memory."""
 
     def forward(self, batch: Batch) -> Any:
-        """Logits [rows that want them, words]: equal for what may follow the last query token, else very low."""
+        """Logits [rows that need them, words]: equal for the tokens that may come next, very low for all others."""
         import numpy as np
 
         rows = [int(row.token_ids[-1]) for row in batch if row.wants_logits]
@@ -101,5 +101,5 @@ class Storyteller(MirroredRunner):
         return self.tier().sample(logits, inputs)
 
     def costs(self) -> Costs:
-        """Swapping is the cheaper way, if it is not said otherwise: a microsecond a block, a millisecond a token."""
+        """Costs with which swapping is cheaper than recomputing: a microsecond per block, a millisecond per token."""
         return Costs(5e-7, copies_per_block=1, block_bytes=0, link_bytes_per_second=1, prefill_tokens_per_second=1e3)

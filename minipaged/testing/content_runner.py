@@ -1,8 +1,8 @@
 """A model without weights that checks every read: the content oracle.
 
-Instead of K/V, each slot holds the name of the token prefix that wrote it. Before a row is run, everything its block
-table leads to is compared with the tokens that the engine believes the sequence to have: the invariant `content`.
-The logits depend on the prefix found in memory and on nothing else, so that a wrong read also shows in the tokens.
+Instead of K/V, each slot holds the name of the token prefix that wrote it. Before a row is run, everything that its
+block table leads to is compared with the tokens that the engine believes the sequence to have: the invariant `content`.
+The logits depend only on the prefix found in memory, so a wrong read also shows in the tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from minipaged.steps import BlockMoves, StepInput
 from minipaged.testing.fake_model import FakeModel
 
 Prefix = int
-"""A token prefix, numbered when first seen; 0 is the empty one."""
+"""A token prefix, as a number given to it when it is first seen; 0 is the empty prefix."""
 
 
 class Prefixes:
@@ -34,7 +34,7 @@ class Prefixes:
         return self._numbers.setdefault((prefix, token), len(self._numbers) + 1)
 
     def tokens(self, prefix: Prefix) -> list[int]:
-        """The tokens that the number stands for."""
+        """Return the tokens of a numbered prefix."""
         steps, tokens = list(self._numbers), list[int]()
         while prefix:
             prefix, token = steps[prefix - 1]
@@ -44,7 +44,7 @@ class Prefixes:
 
 @dataclass(frozen=True)
 class GivenRow:
-    """A row of a batch, with all that later steps change copied."""
+    """A row of a batch, with copies of everything that later steps change."""
 
     sequence: int
     tokens_before: list[int]
@@ -57,24 +57,26 @@ class GivenRow:
 
 @dataclass(frozen=True)
 class WrongRead:
-    """A slot that does not hold what its reader takes it for."""
+    """A slot that does not hold what its reader expects."""
 
     sequence: int
-    """The reader."""
+    """The sequence that reads."""
     position: int
     block: int
     wanted: list[int]
-    """The tokens whose K/V should be there: the sequence's, up to this position."""
+    """The tokens whose K/V should be there: the sequence's tokens up to this position."""
     found: list[int] | None
-    """The tokens whose K/V are there; None for memory that nobody wrote."""
+    """The tokens whose K/V are there; None for memory that was never written."""
 
 
 class CheckedMirror(Mirror):
-    """After each step's differences, what the mirror knows has to be what the runner's engine knows."""
+    """A mirror that is compared with the engine's own state after each step."""
 
     def __init__(self, runner: ContentRunner) -> None:
         super().__init__()
         self._runner = runner
+        self._unfilled: dict[int, int] = {}
+        """By sequence, the first position whose slot its table does not have yet (`Engine.takes_short_way`)."""
 
     def apply(self, step: StepInput, *, wait: bool = True) -> None:
         super().apply(step, wait=wait)
@@ -82,7 +84,7 @@ class CheckedMirror(Mirror):
             self._compare(self._runner.engine, step.lane)
 
     def sampling_inputs(self) -> tuple[SamplingInput, ...]:
-        """Looked at each time, for the inputs of the step before may be given again."""
+        """Check the inputs at every call, because those of the step before may be used again."""
         inputs = super().sampling_inputs()
         rows = [row for row in self.rows for _ in range(row.num_choices)]
         for given, row in zip(inputs, rows, strict=True):
@@ -90,13 +92,18 @@ class CheckedMirror(Mirror):
             assert sequence.sampling is not None
             forbidden = sequence.sampling.forbidden_after(sequence.output_token_ids, row.stop - sequence.num_tokens)
             if given.output_token_ids is not sequence.output_token_ids or given.seed != sequence.sampling.seed:
-                self._differs(f"the inputs of another sequence stand where those of sequence {row.sequence} belong")
+                self._differs(f"the sampling inputs for sequence {row.sequence} are those of another sequence")
             if (given.position, given.forbidden_token_ids) != (row.stop, forbidden):
-                self._differs(f"sequence {row.sequence} chooses a token for {given.position}, and not for {row.stop}")
+                self._differs(
+                    f"sequence {row.sequence} chooses a token for position {given.position} instead of {row.stop}"
+                )
         return inputs
 
     def _compare(self, engine: Engine, lane: int) -> None:
-        """Raise InvariantViolation unless they agree. (What has not run, or not since an error, is not mirrored.)"""
+        """Raise InvariantViolation unless mirror and engine agree.
+
+        Sequences that have not run yet, or not since an error, are not in the mirror.
+        """
         requests = (*engine.scheduler.running, *engine.scheduler.waiting)
         theirs = {sequence.sequence_id: sequence for request in requests for sequence in request.sequences}
         for number, mine in self.sequences.items():
@@ -109,18 +116,22 @@ class CheckedMirror(Mirror):
             blocks = [] if theirs[number].swapped else list(theirs[number].table.blocks)
             if mine.blocks != blocks:
                 self._differs(f"the block table of sequence {number} is {blocks}, in the mirror {mine.blocks}")
-            # What the step in flight chooses may be known on one side only.
+            # The tokens that the step in flight chooses may be known on one side only.
             pairs = zip(theirs[number].tokens, mine.token_ids(0, mine.num_tokens), strict=False)
             most_ahead = 0 if mine.sampling is None else 1
             if abs(mine.num_tokens - len(theirs[number].tokens)) > most_ahead or any(a != b for a, b in pairs):
                 self._differs(f"the tokens of sequence {number} are {theirs[number].tokens}, in the mirror others")
         for row in self.rows:
             table, blocks = theirs[row.sequence].table, self.sequences[row.sequence].blocks
-            # On the short way the table fills its blocks later; there are slots in them already.
+            # On the short way the table fills its blocks later, but they already have the slots: those that follow from
+            # the blocks, which are compared above. The table's own answer is compared once it has filled them.
+            start = min(row.start, self._unfilled.pop(row.sequence, row.start))
             stop = min(row.stop, table.num_tokens) if engine.takes_short_way else row.stop
-            slots = list(table.slot_mapping(row.start, stop)) if stop > row.start else []
-            if slots != slots_of(blocks, row.start, stop, self._runner.block_size):
-                self._differs(f"positions {row.start} to {stop - 1} of blocks {blocks} cannot be in slots {slots}")
+            slots = list(table.slot_mapping(start, stop)) if stop > start else []
+            if slots != slots_of(blocks, start, stop, self._runner.block_size):
+                self._differs(f"positions {start} to {stop - 1} of blocks {blocks} cannot be in slots {slots}")
+            if stop < row.stop:
+                self._unfilled[row.sequence] = max(start, stop)
             if row.stop > len(blocks) * self._runner.block_size:
                 self._differs(f"blocks {blocks} of sequence {row.sequence} have no slot for position {row.stop - 1}")
 
@@ -130,15 +141,18 @@ class CheckedMirror(Mirror):
 
 @cache
 def numpy_model() -> FakeModel:
-    """The one that most use. (Where there is no NumPy, another one is given.)"""
+    """The default model. (Where there is no NumPy, another one is passed.)"""
     from minipaged.testing.numpy_model import NumpyModel
 
     return NumpyModel()
 
 
 class ContentRunner(MirroredRunner):
-    """Runs steps on memory that remembers who wrote it. `choose`: how to choose tokens; None: as `model` does. `model`:
-    where logits come from; None: `NumpyModel`, whose choices are the reference's."""
+    """Runs steps on memory that remembers its writers.
+
+    `choose`: the function that chooses tokens; None: the model's own. `model`: the source of the logits; None:
+    `NumpyModel`, whose choices are those of the reference tier.
+    """
 
     def __init__(
         self,
@@ -158,9 +172,9 @@ class ContentRunner(MirroredRunner):
         self.device: list[list[Prefix | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.host: list[list[Prefix | None]] = [[None] * block_size for _ in range(num_swap_blocks)]
         self.prompt_logits: dict[int, list[Any]] = {}
-        """By sequence, those that were computed and by which nothing was told yet."""
+        """Prompt logits by sequence, kept until their log-probabilities are reported."""
         self.engine: Engine | None = None
-        """Set by the test: where the truth about the sequences comes from, with which the mirror is compared."""
+        """The engine whose sequences the mirror is compared with. Set by the test."""
         self.model = model or numpy_model()
         self._choose = choose or self.model.tier.sample
 
@@ -180,8 +194,7 @@ class ContentRunner(MirroredRunner):
         return self.compute(self.take(batch))
 
     def take(self, batch: Batch) -> list[GivenRow]:
-        """What there is to know of the rows when the batch is handed over. `batch`: all rows of the step, or some of
-        the first."""
+        """Return copies of the rows when a batch is handed over. `batch`: all rows of the step, or the first few."""
         given = []
         for row, of in zip(self.mirror.rows, batch, strict=False):
             before = self.mirror.sequences[row.sequence].token_ids(0, row.start)
@@ -192,9 +205,9 @@ class ContentRunner(MirroredRunner):
         return given
 
     def compute(self, rows: Sequence[GivenRow]) -> Logits:
-        """The forward pass; nothing but memory and the tokens being chosen may have changed since."""
+        """Run the forward pass. Since `take`, only memory and the tokens being chosen may have changed."""
         tokens = [[*row.tokens_before, *row.token_ids] for row in rows]
-        for row, known in zip(rows, tokens, strict=True):  # first every write, as in one layer of a real model
+        for row, known in zip(rows, tokens, strict=True):  # all writes first, as in a layer of a real model
             prefix = 0
             for token in row.tokens_before:
                 prefix = self.prefixes.extend(prefix, token)
@@ -222,7 +235,7 @@ class ContentRunner(MirroredRunner):
         return self._choose(logits, inputs)
 
     def costs(self) -> Costs:
-        """Assumed: a millisecond a token; a microsecond a block, or, where swapping is not cheap, a second."""
+        """Assumed costs: a millisecond per token; a microsecond per block, or a second if swapping is not cheap."""
         return Costs(
             seconds_per_copy=(1e-6 if self.swap_is_cheap else 1.0) / 2,
             copies_per_block=1,
@@ -232,7 +245,7 @@ class ContentRunner(MirroredRunner):
         )
 
     def _read(self, sequence: int, blocks: Sequence[int], tokens: list[int]) -> list[int]:
-        """The tokens whose K/V are found: `tokens`, or where a wrong read is let pass, others."""
+        """Return the tokens found in memory. They equal `tokens`, unless `on_wrong_read` let a wrong read pass."""
         read, prefix = list[int](), 0
         for position, token in enumerate(tokens):
             prefix = self.prefixes.extend(prefix, token)
@@ -247,7 +260,7 @@ class ContentRunner(MirroredRunner):
         return read
 
     def on_wrong_read(self, read: WrongRead) -> None:
-        """The invariant `content` is broken. Raises InvariantViolation; where it is let pass, reading goes on."""
+        """Raise InvariantViolation for the invariant `content`. If an override returns, reading goes on."""
         holds = "nothing" if read.found is None else "the K/V of other tokens"
         raise InvariantViolation(
             Invariant.CONTENT, f"position {read.position} is in block {read.block}, which holds {holds}"

@@ -1,4 +1,4 @@
-"""What stands in for a model where what is generated does not matter, but that it depends on all that was read does."""
+"""The interface of fake models: their tokens mean nothing, but depend on everything that was read."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from minipaged.contracts import Logits, Sampled, Tier
 
 
 class FakeModel(ABC):
-    """Logits after tokens, and how tokens are chosen by them."""
+    """Logits after tokens, and a way to choose tokens from them."""
 
     tier: Tier
 
     @abstractmethod
     def logits(self, tokens: Sequence[int], vocab_size: int) -> Any:
-        """A row [vocab] after `tokens`: arbitrary, but always the same for the same tokens."""
+        """Return a row [vocab] after `tokens`: arbitrary, but always the same for the same tokens."""
 
     @abstractmethod
     def batch(self, rows: Sequence[Any], vocab_size: int) -> Logits:
-        """Rows as `Tier.sample` takes them: [rows, vocab]."""
+        """Return the rows in the form that `Tier.sample` takes: [rows, vocab]."""
 
     @abstractmethod
     def logprobs(self, rows: Sequence[Any], token_ids: Sequence[int], num_logprobs: int) -> Sequence[Sampled]:
-        """What is told of given tokens: token i by row i."""
+        """Return the log-probabilities of given tokens: token i by row i."""

@@ -1,4 +1,4 @@
-"""A model that stands in for one, with the reference tier's own ways to choose: sampling and beam search, in NumPy."""
+"""A fake model in NumPy. It chooses as the reference tier does: sampling and beam search."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from minipaged.tiers import reference_logprobs, reference_tier
 
 
 def fake_logits(tokens: Sequence[int], vocab_size: int) -> np.ndarray:
-    """Logits [vocab] after `tokens`."""
+    """Return logits [vocab] after `tokens`."""
     return _logits(tuple(tokens), vocab_size).copy()
 
 
 @lru_cache(maxsize=20_000)
 def _logits(tokens: tuple[int, ...], vocab_size: int) -> np.ndarray:
-    """They are kept, because each request is served alone too, to know what it must produce."""
+    """The logits are cached, because each request is also served alone to find the output that it must produce."""
     key = hash(tokens) & (2**64 - 1)
     return 2 * np.random.Generator(np.random.Philox(key=key)).standard_normal(vocab_size, dtype=np.float32)
 
 
 class NumpyModel(FakeModel):
-    """Any of the tiers can choose by its logits."""
+    """The fake model from whose logits any of the tiers can choose."""
 
     def __init__(self) -> None:
         self.tier = reference_tier()

@@ -1,9 +1,10 @@
-"""A model that stands in for one, in plain Python: the engine of a web page, where there is no NumPy, has it.
+"""A fake model in plain Python, for the engine of a web page, where there is no NumPy.
 
-What the content oracle needs of a model is that its choices depend on all tokens before them, and on the seed: then a
-wrong read shows. Which ones they are means nothing. So the rules here are as simple as they can be, and not those of
-the tiers: a token is the best of the allowed ones, where the temperature is not 0 after some noise; beams are ranked by
-the sums of their logits. They are the same on every machine, 32 or 64 bits: so are the counterexamples that are found.
+The content oracle needs a model whose choices depend on all tokens before them and on the seed, so that a wrong read
+shows. The chosen tokens mean nothing. So the rules here are as simple as possible, and not those of the tiers: the
+token chosen is the allowed one with the largest logit, after adding noise if the temperature is not 0; beams are ranked
+by the sums of their logits. The choices are the same on every machine, 32 or 64 bits, and so are the counterexamples
+found with them.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from minipaged.tiers import plain_parts
 Rows = Sequence[Sequence[float]]
 """Logits [rows, vocab]."""
 SPREAD = 2.0
-"""Standard deviation of the logits, and of the noise at a temperature of 1."""
+"""The standard deviation of the logits, and of the noise at a temperature of 1."""
 
 
 def logits(tokens: Sequence[int], vocab_size: int) -> list[float]:
-    r = Random(" ".join(map(str, tokens)))  # by a text: the hash of a tuple is another one with 32 bits
+    r = Random(" ".join(map(str, tokens)))  # seeded by a text: with 32 bits, a tuple's hash differs
     return [r.gauss(0, SPREAD) for _ in range(vocab_size)]
 
 
 def sample(logits: Rows, inputs: Sequence[SamplingInput]) -> list[Sampled]:
-    """One token for each input."""
+    """Choose one token for each input."""
     return [_choose(logits[wanted.row], wanted) for wanted in inputs]
 
 
@@ -49,7 +50,7 @@ def _report(row: Sequence[float], token: int, num_likeliest: int | None, given: 
 
 
 class BeamSearch(contracts.BeamSearch):
-    """Ends when as many beams have finished as there are to be, or at the maximum length."""
+    """Beam search that ends when `beam_width` beams have finished, or at the maximum length."""
 
     def __init__(
         self, params: BeamSearchParams, prompt_length: int, max_length: int, eos_token_ids: Sequence[int]
@@ -80,7 +81,7 @@ PLAIN_TIER = Tier("plain", *plain_parts(), BeamSearch, sample)
 
 
 class PlainModel(FakeModel):
-    """The reference's allocator and block table, and the choices above."""
+    """The reference's allocator and block table, with the choices above."""
 
     tier = PLAIN_TIER
 

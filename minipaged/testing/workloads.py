@@ -1,7 +1,7 @@
-"""Random workloads for the engine, and what each of their requests must produce.
+"""Random workloads for the engine, and the output that each of their requests must produce.
 
-The requests run on a model that checks every read (`content_runner.py`). What is expected comes from the simplest
-serving there is: one request at a time, all tokens at hand, no cache. The project's tests and its grader share this.
+The requests run on a model that checks every read (`content_runner.py`). The expected outputs come from the simplest
+possible serving: one request at a time, all tokens at hand, no cache. The project's tests and the grader both use this.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Workload:
 
 
 def random_workload(seed: int) -> Workload:
-    """Small pools, shared prefixes, every policy: the corners where block managers go wrong."""
+    """Make a workload of small pools, shared prefixes and mixed settings, where block managers go wrong."""
     r = random.Random(seed)
     block_size = r.choice([1, 2, 3, 4, 4, 8, 16])
     vocab_size = r.choice([5, 11, 37])
@@ -74,10 +74,10 @@ def random_workload(seed: int) -> Workload:
 
 
 def _ask_for_more(r: random.Random, requests: list[WorkloadRequest], vocab_size: int) -> None:
-    """Let some of the requests that sample ask for what few do."""
+    """Give some of the sampling requests parameters that few requests have."""
     for i, request in enumerate(requests):
         if isinstance(request.params, SamplingParams) and r.random() < 0.4:
-            some = r.sample(range(1, vocab_size), 4)  # not token 0, which no sequence ends with: something is left
+            some = r.sample(range(1, vocab_size), 4)  # without token 0, which ends no sequence: something is left
             more: dict[str, object] = {
                 "prompt_logprobs": r.choice([None, 0, 2]),
                 "logit_bias": r.choice([(), {some[0]: 5.0, some[1]: -100.0}]),
@@ -90,7 +90,7 @@ def _ask_for_more(r: random.Random, requests: list[WorkloadRequest], vocab_size:
 
 
 def _largest_need(requests: list[WorkloadRequest], block_size: int) -> int:
-    """Blocks that the most demanding request could come to hold: a pool of about that size gets crowded."""
+    """The most blocks that any one request could come to hold. A pool of about that size gets crowded."""
 
     def need(request: WorkloadRequest) -> int:
         params = request.params
@@ -142,31 +142,31 @@ def _random_requests(r: random.Random, vocab_size: int) -> list[WorkloadRequest]
 
 @dataclass
 class WorkloadRun:
-    """One workload on one engine."""
+    """One workload, run on one engine."""
 
     workload: Workload
     tier: Tier | None = None
-    """If another one's parts are to come to what the model's own come to."""
+    """The tier whose parts are used; its choices must equal those of the model's own tier. None: the model's own."""
     make_runner: Callable[..., ContentRunner] = ContentRunner
     allocator: Callable[[int], contracts.BlockAllocator] | None = None
     decode: Decode | None = None
-    """In place of `letters`."""
+    """A replacement for `letters`."""
     memory: MakeMemory = BlockManager
     policy: MakePolicy = FirstComeFirstServed
     listeners: Sequence[Listener] = ()
     steady: bool = True
-    """False: the engine takes no short way (`engine/steady.py`)."""
+    """False: the engine always takes the long way (`engine/steady.py`)."""
     model: FakeModel = field(default_factory=numpy_model)
-    """What each of the requests must produce is what this one chooses."""
+    """The model whose choices are the expected outputs."""
     updates: dict[str, list[RequestUpdate]] = field(default_factory=lambda: defaultdict(list))
     outputs: dict[str, RequestOutput] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
     happened: Counter[str] = field(default_factory=Counter)
-    """What the workload brought about, counted: tests make sure that all of it comes about."""
+    """Counts of events that the workload caused. Tests make sure that every kind occurs."""
 
     def __post_init__(self) -> None:
         config, tier = self.workload.config, self.tier or self.model.tier
-        ticks = count()  # each look at the clock is a millisecond later: what runs again is the same run
+        ticks = count()  # each reading of the clock is a millisecond later, so that runs are repeatable
         self.runner = self.make_runner(
             config.num_blocks,
             config.num_swap_blocks,
@@ -194,14 +194,14 @@ class WorkloadRun:
         self._prompt_lengths: dict[int, int] = {}
 
     def to_the_end(self, max_steps: int = 5000) -> None:
-        """Drive the engine until every request has ended; liveness fails after `max_steps`."""
+        """Run steps until every request has ended. Raises AssertionError (liveness) after `max_steps`."""
         for now in range(max_steps):
             if not self.advance(now):
                 return
         raise AssertionError(f"liveness: requests are unfinished after {max_steps} steps")
 
     def advance(self, now: int) -> bool:
-        """Add and cancel what is due before step `now`, then run that step. False when all is done."""
+        """Add and cancel the requests due before step `now`, then run that step. Returns False when all is done."""
         for name, request in self.named_requests():
             if request.arrives == now:
                 try:
@@ -224,7 +224,7 @@ class WorkloadRun:
             self.updates[update.request_id].append(update)
             if update.output:
                 self.outputs[update.request_id] = update.output
-        if not self.engine.config.debug:  # by which every step is checked
+        if not self.engine.config.debug:  # debug mode checks every step itself
             self.engine.check_invariants()
         return self.engine.has_unfinished_requests() or any(r.arrives > now for r in self.workload.requests)
 
@@ -249,8 +249,8 @@ class WorkloadRun:
         return [(f"r{i}", request) for i, request in enumerate(self.workload.requests)]
 
     def check_outputs(self, failed: Container[str] = ()) -> None:
-        """Every request produced what it would have produced alone; a cancelled one, or one of those that may have
-        failed, a beginning of it. And what was told of it on the way, joined, is its output."""
+        """Check that every request produced what it would have produced alone. If it was cancelled, or is in `failed`,
+        it may have produced only a beginning of that. Its updates, joined, must equal its output."""
         for name, request in self.named_requests():
             if name in self.refused:
                 continue
@@ -272,7 +272,7 @@ class WorkloadRun:
             assert len(told or ()) == len(logprobs or ()) or not output.finished, name
 
     def check_nothing_leaked(self) -> None:
-        """All blocks are free or only cached, and the queues are empty."""
+        """Check that all blocks are free or only cached, and that the queues are empty."""
         blocks = self.engine.blocks
         assert blocks.num_available == blocks.allocator.num_blocks
         assert blocks.host_allocator is None or blocks.host_allocator.num_free == blocks.host_allocator.num_blocks
@@ -281,7 +281,7 @@ class WorkloadRun:
 
 
 def all_sound(outputs: list[RequestOutput]) -> list[RequestOutput]:
-    """The outputs of a model with a student's part. Raises BadLogits where that made it compute no numbers."""
+    """Return the outputs of a model with a student's part. Raises BadLogits if that part gave invalid logits."""
     for output in outputs:
         if output.error is not None:
             raise BadLogits(output.error)
@@ -289,7 +289,7 @@ def all_sound(outputs: list[RequestOutput]) -> list[RequestOutput]:
 
 
 def check_stream(updates: Sequence[RequestUpdate]) -> None:
-    """All updates of a request that has ended, joined, are its output: stream-equals-final."""
+    """Check that all updates of a request that has ended, joined, are its output: stream-equals-final."""
     output = updates[-1].output
     assert output is not None
     assert not any(update.output for update in updates[:-1])
@@ -315,17 +315,17 @@ def check_stream(updates: Sequence[RequestUpdate]) -> None:
 
 
 def letters(token_ids: Sequence[int]) -> str:
-    """A tokenizer of sorts: one letter a token."""
+    """A simple tokenizer's decoding: one letter per token."""
     return "".join(chr(ord("A") + token) for token in token_ids)
 
 
 def from_letters(text: str, *, add_special_tokens: bool) -> list[int]:
-    """The tokens of a text, of which nothing but letters can be generated."""
+    """Return the tokens of a text. Characters other than letters give tokens that are never generated."""
     return [ord(letter) - ord("A") for letter in text]
 
 
 def prompt_of(request: WorkloadRequest) -> tuple[int, ...]:
-    """The tokens that are taken of it."""
+    """Return the prompt tokens that the engine uses."""
     most = request.params.truncate_prompt_tokens if isinstance(request.params, SamplingParams) else None
     return request.prompt if most is None else request.prompt[-most:]
 
@@ -333,7 +333,7 @@ def prompt_of(request: WorkloadRequest) -> tuple[int, ...]:
 def expected_prompt_logprobs(
     request: WorkloadRequest, config: EngineConfig, model: FakeModel
 ) -> tuple[dict[int, float] | None, ...] | None:
-    """By the logits after each beginning of the prompt."""
+    """Return the expected log-probabilities, from the logits after each beginning of the prompt."""
     asked = request.params.prompt_logprobs if isinstance(request.params, SamplingParams) else None
     if asked is None:
         return None
@@ -343,7 +343,7 @@ def expected_prompt_logprobs(
 
 
 def expected_tokens(request: WorkloadRequest, config: EngineConfig, model: FakeModel | None = None) -> list[list[int]]:
-    """The outputs of one request, served alone by a loop without any cache."""
+    """Return the outputs of one request, served alone by a loop without any cache."""
     params, prompt = request.params, prompt_of(request)
     most = min(params.max_tokens or config.max_model_len, config.max_model_len - len(prompt))
     eos = () if params.ignore_eos else tuple(config.eos_token_ids)
@@ -359,7 +359,7 @@ def _alone(
     vocab_size: int,
     model: FakeModel,
 ) -> list[list[int]]:
-    """The outputs, of at most `most` tokens. They are kept, because many tests run the same workload in other ways."""
+    """Return the outputs, of at most `most` tokens. They are cached: many tests run a workload in several ways."""
 
     def logits(*outputs: list[int]) -> Logits:
         rows = [model.logits([*prompt, *output], vocab_size) for output in outputs]
@@ -398,7 +398,7 @@ def _alone(
 def run_workload(
     seed: int, tier: Tier | None = None, policy: MakePolicy = FirstComeFirstServed, *, steady: bool = True
 ) -> WorkloadRun:
-    """Run the workload of one seed and check everything there is to check."""
+    """Run the workload of one seed, and check everything that can be checked."""
     run = WorkloadRun(random_workload(seed), tier=tier, policy=policy, steady=steady)
     run.to_the_end()
     run.check_outputs()

@@ -1,6 +1,6 @@
-"""The tiers by name: the one room that knows the wings of the house, `reference/` and `fast/`.
+"""The tiers by name. This is the only package that chooses between the two tiers, `reference/` and `fast/`.
 
-Everything above asks here for a tier's parts, and for the weights and the runner that compute with them on a device.
+All packages above get a tier's parts here, and the weights and the runner that compute on a device.
 """
 
 from __future__ import annotations

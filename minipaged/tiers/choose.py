@@ -1,4 +1,4 @@
-"""Which tier computes: chosen by name, or by what is installed here."""
+"""Chooses the tier that computes, by name or by what is installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from minipaged.tiers.fast import FastTier
 from minipaged.tiers.reference import ReferenceTier
 
 NEEDED_BY_FAST = ("torch", "numba")
-"""And triton, on a machine with a GPU."""
+"""Packages that the fast tier needs. With a GPU it needs triton as well."""
 HOW_TO_GET_FAST = (
     "install minipaged with its extra 'fast' "
     f"(in a clone: {sys.executable} -m pip install -c constraints.txt -e '.[fast]')"
@@ -20,9 +20,9 @@ HOW_TO_GET_FAST = (
 
 
 def choose_tier(name: str, device: str = "auto", dtype: str = "auto") -> DeviceTier:
-    """The tier called `name`, on `device`, computing in `dtype`. Raises InvalidRequest where that cannot be had.
+    """Return the tier `name`, computing on `device` in `dtype`. Raises InvalidRequest if that is impossible here.
 
-    "auto" is the fast tier where its packages are installed and it knows the dtype, else the reference.
+    "auto" is the fast tier if its packages are installed and it supports the dtype, else the reference tier.
     """
     check_names(name, dtype)
     missing = missing_for_fast()
@@ -33,14 +33,14 @@ def choose_tier(name: str, device: str = "auto", dtype: str = "auto") -> DeviceT
     except InvalidRequest as error:
         if name == "reference" or not missing:
             raise
-        raise InvalidRequest(f"{error}; the fast tier, not installed here, knows more: {HOW_TO_GET_FAST}") from None
+        raise InvalidRequest(f"{error}; the fast tier, not installed here, supports more: {HOW_TO_GET_FAST}") from None
     if name == device == "auto" and missing and dtype in (*FastTier.DTYPES, "auto") and devices.has_nvidia_gpu():
         print(f"the GPU is not used: the fast tier is not installed; {HOW_TO_GET_FAST}", file=sys.stderr)
     return chosen
 
 
 def check_names(name: str, dtype: str) -> None:
-    """Raise InvalidRequest for a tier or a dtype that nobody knows, or a tier that is not installed."""
+    """Raise InvalidRequest for an unknown tier or dtype, or for a tier that is not installed."""
     if name not in ("auto", "reference", "fast"):
         raise InvalidRequest(f"tier is {name!r}; choose 'reference', 'fast' or 'auto'")
     missing = missing_for_fast()
@@ -55,5 +55,5 @@ def check_names(name: str, dtype: str) -> None:
 
 
 def missing_for_fast() -> list[str]:
-    """The packages that the fast tier needs and that are not installed."""
+    """The packages that the fast tier needs and that are missing here."""
     return [package for package in NEEDED_BY_FAST if importlib.util.find_spec(package) is None]

@@ -1,4 +1,4 @@
-"""What a tier is on a device: its parts, how a model is loaded there, and what its cache may take."""
+"""A tier on a device: its parts, how it loads and runs a model, and how much memory a cache may have."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from minipaged.params import EngineConfig, KVCacheDtype
 
 @dataclass(frozen=True, slots=True)
 class DeviceTier(Tier, ABC):
-    """One tier on one device: its parts, as the engine takes them, and how to load and run a model with it."""
+    """One tier on one device: the parts that the engine uses, and methods that load and run a model."""
 
     device: str
-    """"cpu" or "cuda"."""
+    """The device, "cpu" or "cuda"."""
     dtype: str
-    """What it computes in: "float32", ..."""
+    """The data type that it computes in, as in "float32"."""
 
     ITEM_BYTES: ClassVar[dict[str, int]] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
     @classmethod
     def of(cls, parts: Tier, device: str, dtype: str) -> Self:
-        """The tier of these parts, there."""
+        """Make the tier of these parts on a device."""
         return cls(**{each.name: getattr(parts, each.name) for each in fields(parts)}, device=device, dtype=dtype)
 
     @property
@@ -34,23 +34,23 @@ class DeviceTier(Tier, ABC):
         """Tier, device, kernels and dtype, in a few words."""
 
     def for_model(self, config: ModelConfig, device: str, dtype: str) -> DeviceTier:
-        """This tier; or, where its device has no room for the kernels that the model needs, another one that goes with
-        the `device` and the `dtype` that were asked for. Raises InvalidRequest where there is none."""
+        """Return this tier; or, if its device has no room for the kernels that the model needs, another one that agrees
+        with the `device` and the `dtype` that the user gave. Raises InvalidRequest if there is none."""
         return self
 
     @abstractmethod
     def load_weights(self, folder: Path, config: ModelConfig) -> Any:
-        """The checkpoint's weights, as `make_runner` wants them. Raises ModelError."""
+        """Load the checkpoint's weights, in the form that `make_runner` takes. Raises ModelError."""
 
     @abstractmethod
     def make_runner(self, config: ModelConfig, weights: Any, engine_config: EngineConfig) -> Runner:
-        """The tier's Llama with its KV cache. Raises MemoryError when there is no room for the cache."""
+        """Make the tier's Llama with its KV cache. Raises MemoryError if there is no room for the cache."""
 
     @abstractmethod
     def free_device_bytes(
         self, config: ModelConfig, weights: Any, max_num_seqs: int, max_num_batched_tokens: int
     ) -> int | None:
-        """Memory of the device that a cache can have beside these weights; None where it is the host's memory."""
+        """Device memory, in bytes, that a cache can use beside these weights; None if the cache is in host memory."""
 
     def block_bytes(
         self,
@@ -58,29 +58,24 @@ class DeviceTier(Tier, ABC):
         block_size: int,
         kv_cache_dtype: KVCacheDtype = "auto",
         tensor_parallel_size: int = 1,
+        *,
+        on_host: bool = False,
     ) -> int:
-        """Memory of one block: K and V of `block_size` tokens in every layer, on all ranks together, in bytes."""
+        """Bytes of one block: K and V of `block_size` tokens in every layer, on all ranks that share a memory.
+
+        `on_host`: in the pool that blocks are swapped to.
+        """
         in_8_bits = kept_as(config, kv_cache_dtype) != "auto"  # then each head has a scale, in float32
         per_head = config.head_dim + 4 if in_8_bits else config.head_dim * self.ITEM_BYTES[self.dtype]
         kv_heads = max(config.num_key_value_heads, tensor_parallel_size)  # each rank has one at least
         return block_size * config.num_hidden_layers * 2 * kv_heads * per_head
 
-    def host_block_bytes(
-        self,
-        config: ModelConfig,
-        block_size: int,
-        kv_cache_dtype: KVCacheDtype = "auto",
-        tensor_parallel_size: int = 1,
-    ) -> int:
-        """The same on the host, where it may be swapped to."""
-        return self.block_bytes(config, block_size, kv_cache_dtype, tensor_parallel_size)
-
 
 def kept_as(config: ModelConfig, kv_cache_dtype: str) -> str:
-    """How keys and values are kept: with "auto" as the checkpoint has it."""
+    """The format in which keys and values are stored; for "auto" it is the checkpoint's."""
     return config.kv_cache_dtype if kv_cache_dtype == "auto" else kv_cache_dtype
 
 
 def has_static_scales(config: ModelConfig, engine_config: EngineConfig) -> bool:
-    """Whether keys and values are rounded with the checkpoint's scales. (What is asked for by name finds its own.)"""
+    """Whether keys and values are rounded with the checkpoint's scales. (A format given by name computes its own.)"""
     return engine_config.kv_cache_dtype == "auto" and config.kv_cache_dtype != "auto"

@@ -1,6 +1,6 @@
-"""What this machine computes with: whether the fast tier can use its GPU and, if not, why not and what to do about it.
+"""The devices of this machine: whether the fast tier can use its GPU and, if not, why not and what to do about it.
 
-`minipaged doctor` prints all of it. A tier is chosen (`choose.py`) when it has been asked.
+`minipaged doctor` prints all of it, and `choose.py` chooses the tier by it.
 """
 
 from __future__ import annotations
@@ -20,29 +20,31 @@ from pathlib import Path
 LEAST_TRITON = (3, 7, 1)
 LEAST_CAPABILITY = (8, 0)
 NO_DRIVER = "there is no driver for an NVIDIA GPU here (a container is given it by --gpus all)"
+CHECKOUT = "a checkout"
+"""The version that is reported when minipaged runs from its source files without being installed."""
 PACKAGES = ("numpy", "torch", "triton", "numba", "transformers")
 
 
 def own_version() -> str:
-    """Its version; "a checkout" where its files are here and it is not installed."""
+    """Return the installed version of minipaged, or `CHECKOUT`."""
     try:
         return metadata.version("minipaged")
     except metadata.PackageNotFoundError:
-        return "a checkout"
+        return CHECKOUT
 
 
 def has_nvidia_gpu() -> bool:
-    """Whether there is a driver for one, be it in use or not."""
+    """Whether this machine has a driver for an NVIDIA GPU, whether or not the GPU can be used."""
     return any(Path(path).exists() for path in ("/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so"))
 
 
 def gpu_problem() -> str | None:
-    """What keeps the fast tier from computing on an NVIDIA GPU here, and the way out; None if nothing does.
+    """Say why the fast tier cannot compute on an NVIDIA GPU here, and the way out; None if it can.
 
-    torch has to be installed.
+    torch must be installed.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of what is said here
+        warnings.simplefilter("ignore")  # torch warns of the problems that this returns
         return _gpu_problem()
 
 
@@ -54,7 +56,7 @@ def _gpu_problem() -> str | None:
             return NO_DRIVER
         version = torch.__version__.partition("+")[0]
         return (
-            "this torch was built without CUDA; for the one with it (2.5 GB): "
+            "this torch was built without CUDA; to install the one with CUDA (2.5 GB): "
             f"{sys.executable} -m pip install 'torch==={version}'"
         )
     if not torch.cuda.is_available():
@@ -78,8 +80,8 @@ def _why_torch_finds_none() -> str:
         if version := re.search(r"found version (\d+)\d{3}\b", said):  # 12080: 12.8
             knows = f"{version[1]}.{int(version[0][-3:-1])}"
             return (
-                f"the driver is for CUDA {knows} and older, and this torch for CUDA {torch.version.cuda}; update the "
-                "driver, or install a torch for an older CUDA (https://pytorch.org/get-started/locally)"
+                f"the driver is for CUDA {knows} and older, but this torch is for CUDA {torch.version.cuda}; update "
+                "the driver, or install a torch for an older CUDA (https://pytorch.org/get-started/locally)"
             )
         if number := re.search(r"Error (\d+): .*", said):
             more = "start nvidia-fabricmanager, of the driver's version" if number[1] == "802" else "see nvidia-smi"
@@ -89,25 +91,28 @@ def _why_torch_finds_none() -> str:
 
 
 def triton_problem() -> str | None:
-    """Why the kernels for GPUs cannot be compiled with the Triton that is installed, and the way out."""
+    """Say why the installed Triton cannot compile the kernels for GPUs, and the way out; None if it can."""
     least = _dotted(LEAST_TRITON)
     if importlib.util.find_spec("triton") is None:
         return f"the fast tier needs triton for a GPU; pip install 'triton>={least}'"
     version = _version_of("triton")
     if tuple(map(int, re.findall(r"\d+", version)[:3])) < LEAST_TRITON:
         return (
-            f"triton {version} leaves a fence out of the prefill kernel on Hopper, so that it may read what is not "
-            f"written yet; pip install 'triton>={least}' 'torch>=2.12.1'"
+            f"triton {version} leaves a fence out of the prefill kernel on Hopper, so that it may read memory before "
+            f"it is written; pip install 'triton>={least}' 'torch>=2.12.1'"
         )
     return None
 
 
 def compiler_problem() -> str | None:
-    """Why Triton cannot compile what starts its kernels, and the way out. (It needs a C compiler, Python's headers.)"""
+    """Say why Triton cannot compile the code that launches its kernels, and the way out; None if it can.
+
+    Triton needs a C compiler and Python's headers for that.
+    """
     chosen = os.environ.get("CC")
     if chosen is not None and shutil.which(chosen) is None:
-        return f"Triton needs a C compiler, and CC names none that is here ({chosen!r}); set CC to gcc or clang"
-    if chosen is None and not any(map(shutil.which, ("gcc", "clang"))):  # what Triton looks for
+        return f"Triton needs a C compiler, but CC names one that is not here ({chosen!r}); set CC to gcc or clang"
+    if chosen is None and not any(map(shutil.which, ("gcc", "clang"))):  # the names that Triton looks for
         return "Triton needs a C compiler, and there is none; install gcc or clang, or set CC"
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton does, for Debian
     if not Path(sysconfig.get_path("include", scheme), "Python.h").exists():
@@ -117,7 +122,7 @@ def compiler_problem() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python, the system, and the packages that matter; "not installed" where one is not."""
+    """The versions of Python, the system, and the packages that matter; "not installed" for a missing package."""
     found = {"Python": f"{platform.python_version()} ({sys.executable})", "system": platform.platform()}
     found["minipaged"] = own_version()
     for package in PACKAGES:

@@ -1,4 +1,4 @@
-"""`minipaged doctor`: what there is here to compute with, what would be chosen, and why."""
+"""The report of `minipaged doctor`: this machine's devices and packages, the tier that would be chosen, and why."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from minipaged.tiers import choose, devices
 
 
 def report() -> Iterator[tuple[str, str]]:
-    """What to tell, a name and a text for each line."""
+    """Yield the lines of the report, each as a name and a text."""
     yield from devices.versions().items()
     yield "CPU", f"{_processor()}, {os.cpu_count()} cores"
     missing = choose.missing_for_fast()
@@ -32,12 +32,12 @@ def report() -> Iterator[tuple[str, str]]:
 
 
 def _described(tier: str) -> str:
-    with redirect_stderr(io.StringIO()):  # why a GPU is not used has been told
+    with redirect_stderr(io.StringIO()):  # another line of the report says why a GPU is not used
         return choose.choose_tier(tier).description
 
 
 def _processor() -> str:
-    """The processor's name, as well as the system knows it."""
+    """The processor's name, or only its architecture if the system does not give a name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -49,7 +49,7 @@ def _gpus() -> Iterator[tuple[str, str]]:
     import torch
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what is said below
+        warnings.simplefilter("ignore")  # torch warns of the problems that are reported below
         count = torch.cuda.device_count()
     for number in range(count):
         found = torch.cuda.get_device_properties(number)

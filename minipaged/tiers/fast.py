@@ -1,4 +1,4 @@
-"""The fast tier: its parts, and its models on a GPU or on this machine's processor."""
+"""The fast tier: its parts, and how it loads and runs models on a GPU or on this machine's CPU."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 AnyLlama = TypeVar("AnyLlama", bound="FastLlama")
 
 SCRATCH_BYTES = 2 << 30
-"""Of a GPU's memory, what is left to sampling, swapping and the libraries."""
+"""GPU memory that is left for sampling, swapping and the libraries."""
 
 
 @dataclass(frozen=True, slots=True)
 class FastTier(DeviceTier):
-    """The tier to be fast: Triton on a GPU; numba and torch where there is none."""
+    """The tier that is fast: Triton kernels on a GPU, numba and torch on a CPU."""
 
     DTYPES: ClassVar[tuple[str, ...]] = ("float32", "bfloat16", "float16")
 
@@ -41,9 +41,9 @@ class FastTier(DeviceTier):
         import torch
 
         if device not in ("auto", "cpu", "cuda"):
-            raise InvalidRequest(f"device is {device!r}; the fast tier knows cpu, cuda and auto")
+            raise InvalidRequest(f"device is {device!r}; the fast tier supports cpu, cuda and auto")
         if dtype not in ("auto", *cls.DTYPES):
-            raise InvalidRequest(f"dtype is {dtype!r}; the fast tier knows auto, {', '.join(cls.DTYPES)}")
+            raise InvalidRequest(f"dtype is {dtype!r}; the fast tier supports auto, {', '.join(cls.DTYPES)}")
         problem = devices.gpu_problem() if device in ("auto", "cuda") else None
         if device == "cuda" and problem:
             raise InvalidRequest(f"device is 'cuda', but {problem}; use device='cpu' (or 'auto')")
@@ -56,8 +56,8 @@ class FastTier(DeviceTier):
         else:
             onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
             has_bfloat16 = onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-            # oneDNN has it with AVX512 alone, too: there a prompt of 512 tokens took 4 times as long as in float32, 32
-            # sequences that decode 2.6 times (and one by itself 0.75 times).
+            # With AVX512 alone oneDNN has bfloat16 too, but it is slow: a prompt of 512 tokens took 4 times as long as
+            # in float32, a decode of 32 sequences 2.6 times as long (of one sequence 0.75 times).
             is_x86 = platform.machine() in ("x86_64", "AMD64")
             is_fast = has_bfloat16 and (not is_x86 or torch.cpu._is_avx512_bf16_supported())
         if device == "cpu" and dtype == "float16":
@@ -88,13 +88,13 @@ class FastTier(DeviceTier):
         return FastTier.on("cpu", dtype)
 
     def _shape_problem(self, config: ModelConfig) -> str | None:
-        """Why the GPU cannot run the kernels that the model needs, if it cannot."""
+        """Say why the GPU cannot run the kernels that the model needs; None if it can."""
         import torch
 
         from minipaged.fast.gpu.attention import shape_problem
 
         major, minor = torch.cuda.get_device_capability()
-        # 1 KB of a multiprocessor's is the system's; a program may have the rest.
+        # The system takes 1 KB of a multiprocessor's shared memory; a program may use the rest.
         shared_memory = torch.cuda.get_device_properties().shared_memory_per_multiprocessor - 1024
         group = config.num_attention_heads // config.num_key_value_heads
         return shape_problem(getattr(torch, self.dtype), config.head_dim, group, 10 * major + minor, shared_memory)
@@ -104,7 +104,7 @@ class FastTier(DeviceTier):
             return self._load(folder, config)
 
     def load_shard(self, folder: Path, config: ModelConfig, shard: Shard, ranks: Ranks) -> Any:
-        """The same for one rank (`models.shards`), which exchanges its results with the others by `ranks`."""
+        """Load the weights of one rank (`models.shards`), which exchanges its results with the others by `ranks`."""
         from minipaged.fast.sharded import over_ranks
 
         return over_ranks(self._load(folder, config, shard), config, shard, ranks)
@@ -131,7 +131,7 @@ class FastTier(DeviceTier):
             ) from None
 
     def kernels_compiled(self) -> AbstractContextManager[None]:
-        """On leaving, numba's kernels are compiled, if they are needed: for whoever comes next, too."""
+        """Return a context manager that compiles numba's kernels, if needed, and saves them while its body runs."""
         if self.device != "cpu":
             return nullcontext()
         import torch
@@ -146,7 +146,7 @@ class FastTier(DeviceTier):
         return self._make(Llama, config, weights, engine_config)
 
     def make_stage(self, config: ModelConfig, weights: Any, engine_config: EngineConfig, ranks: Ranks) -> StageLlama:
-        """The same for a stage that is not the last; `config`: the shard's own."""
+        """Make the runner of a pipeline stage that is not the last; `config` is the shard's own."""
         from minipaged.fast.sharded import StageLlama
 
         return self._make(partial(StageLlama, ranks=ranks), config, weights, engine_config)
@@ -200,15 +200,15 @@ class FastTier(DeviceTier):
             return None
         from minipaged.fast.llama import BATCH_SIZES
 
-        # What a step needs beside the cache: each captured step's logits, a batch's activations (a few tensors of the
-        # widest layer are alive at once), and the scratch space of sampling, of swapping and of the libraries.
+        # A step also needs memory for the logits of each captured step, for a batch's activations (a few tensors of the
+        # widest layer are alive at once), and for the scratch space of sampling, swapping and the libraries.
         item = self.ITEM_BYTES[self.dtype]
         logits = sum(size for size in BATCH_SIZES if size <= max_num_seqs) * config.vocab_size * item
         activations = 4 * max_num_batched_tokens * 2 * config.intermediate_size * item
         return int(self._free_bytes(weights) - logits - activations - SCRATCH_BYTES)
 
     def _free_bytes(self, weights: Any) -> int:
-        """Of the GPU's memory, now."""
+        """The GPU memory that is free now, in bytes."""
         import torch
 
         give_back_unused()
@@ -226,7 +226,7 @@ def fast_tier() -> Tier:
 
 
 def give_back_unused() -> None:
-    """Let the GPU have back what a former model held: torch keeps freed memory, and Python what refers to itself."""
+    """Return the memory of former models to the GPU: torch keeps freed memory, and Python keeps reference cycles."""
     import torch
 
     gc.collect()

@@ -1,4 +1,4 @@
-"""The reference tier: its parts, and its models on this machine. What else is asked of it by name is here, too."""
+"""The reference tier: its parts, how it loads and runs models, and the functions of it that other packages call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceTier(DeviceTier):
-    """The tier to be read: NumPy."""
+    """The tier that is written to be read, in NumPy."""
 
     DTYPES: ClassVar[tuple[str, ...]] = ("float32", "float64")
 
@@ -29,7 +29,7 @@ class ReferenceTier(DeviceTier):
         if device not in ("auto", "cpu"):
             raise InvalidRequest(f"device is {device!r}; the reference tier computes with NumPy, on 'cpu' only")
         if dtype not in ("auto", *cls.DTYPES):
-            raise InvalidRequest(f"dtype is {dtype!r}; the reference tier knows auto, {', '.join(cls.DTYPES)}")
+            raise InvalidRequest(f"dtype is {dtype!r}; the reference tier supports auto, {', '.join(cls.DTYPES)}")
         return cls.of(reference_tier(), "cpu", "float32" if dtype == "auto" else dtype)
 
     @property
@@ -88,7 +88,7 @@ def reference_tier() -> Tier:
 
 
 def plain_parts() -> tuple[type[BlockAllocator], type[BlockTable]]:
-    """Those parts of the reference tier that need no NumPy, and so run in a page too."""
+    """The parts of the reference tier that need no NumPy, and so also run in a web page."""
     from minipaged.reference.block_allocator import BlockAllocator
     from minipaged.reference.block_table import BlockTable
 
@@ -96,22 +96,22 @@ def plain_parts() -> tuple[type[BlockAllocator], type[BlockTable]]:
 
 
 def reference_penalties(logits: Any, wanted: SamplingInput) -> Any:
-    """The logits [vocab] in float64 that the reference would choose `wanted` from."""
+    """The logits [vocab], in float64, from which the reference would choose the token for `wanted`."""
     from minipaged.reference.sampling import penalise
 
     return penalise(logits, wanted)
 
 
 def reference_logprobs(logits: Any, token_ids: Sequence[int], num_logprobs: int) -> Sequence[Sampled]:
-    """What the reference tells of given tokens, each by a row of `logits` [tokens, vocab]."""
+    """The reference's `Sampled` for each of these tokens, from the token's row of `logits` [tokens, vocab]."""
     from minipaged.reference.sampling import gather_logprobs
 
     return gather_logprobs(logits, token_ids, num_logprobs)
 
 
 def reference_draw(logits: Any, wanted: SamplingInput) -> tuple[float, Any]:
-    """The number that the reference would draw for `wanted`; and the probability [vocab] of each token or one before
-    it, among which that number falls."""
+    """Return the number that the reference would draw for `wanted`, and the running sum of the probabilities [vocab].
+    The drawn token is the one where the number falls between two sums."""
     import numpy as np
 
     from minipaged.reference.sampling import distribution, penalise, uniform
@@ -123,7 +123,7 @@ def reference_draw(logits: Any, wanted: SamplingInput) -> tuple[float, Any]:
 
 
 def reference_quantizer() -> Callable[..., Iterator[dict[str, Any]]]:
-    """What quantizes a model layer by layer: `reference/quantize/layers.py`."""
+    """The function that quantizes a model layer by layer (`reference/quantize/layers.py`)."""
     from minipaged.reference.quantize.layers import quantize_layers
 
     return quantize_layers

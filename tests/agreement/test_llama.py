@@ -23,6 +23,7 @@ from minipaged.engine.step_writer import StepWriter
 from minipaged.fast import llama as fast_llama
 from minipaged.fast import preemption
 from minipaged.fast.block_table import DeviceTables
+from minipaged.fast.kernels import Paged
 from minipaged.fast.kv_cache import KVCache as FastCache
 from minipaged.fast.llama import DecodeGraph
 from minipaged.fast.llama import Llama as FastLlama
@@ -398,13 +399,13 @@ class CountedKernels:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernels, name)
 
-    def paged_decode(self, *arguments: Any) -> torch.Tensor:
-        self.decoded.add(len(arguments[5]))
-        return self._kernels.paged_decode(*arguments)  # type: ignore[no-any-return]
+    def paged_decode(self, query: torch.Tensor, paged: Paged, *others: Any) -> torch.Tensor:
+        self.decoded.add(len(paged.context_lens))
+        return self._kernels.paged_decode(query, paged, *others)  # type: ignore[no-any-return]
 
-    def paged_prefill(self, *arguments: Any, max_query_len: int) -> torch.Tensor:
-        self.prefilled.add(len(arguments[6]))
-        return self._kernels.paged_prefill(*arguments, max_query_len=max_query_len)  # type: ignore[no-any-return]
+    def paged_prefill(self, query: torch.Tensor, paged: Paged, *others: Any, max_query_len: int) -> torch.Tensor:
+        self.prefilled.add(len(paged.context_lens))
+        return self._kernels.paged_prefill(query, paged, *others, max_query_len=max_query_len)  # type: ignore[no-any-return]
 
 
 def counted(twins: Twins) -> CountedKernels:

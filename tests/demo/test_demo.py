@@ -333,7 +333,7 @@ def test_a_pool_that_is_not_small_enough_is_said_to_be_so(tiny_model: Path) -> N
 
 
 def test_an_unknown_scene_is_answered_with_the_known_ones(tiny_model: Path) -> None:
-    with pytest.raises(InvalidRequest, match="no scene 'paging'; choose of one-request, continuous-batch, "):
+    with pytest.raises(InvalidRequest, match="no scene 'paging'; choose from one-request, continuous-batch, "):
         run_demo(model=tiny_model, scene="paging")
 
 
@@ -452,7 +452,7 @@ def test_several_scenes_can_be_chosen(tiny_model: Path, capsys: pytest.CaptureFi
         ({"speed": float("nan")}, "speed is nan"),
         ({"steps": 0}, "steps is 0; it must be at least 1"),
         ({"scene": "yours"}, "this scene needs prompts"),
-        ({"scene": "one-request", "prompts": ["a"]}, "prompts are for --scene yours"),
+        ({"scene": "one-request", "prompts": ["a"]}, "prompts are only for --scene yours"),
         ({"record": Path("demo.gif")}, "must end in"),
     ],
 )

@@ -167,7 +167,7 @@ def test_more_beams_than_tokens_are_refused(llm: LLM):
 
 @pytest.mark.parametrize("number", [0, 1, 3])
 def test_params_for_another_number_of_prompts_are_refused(llm: LLM, number: int):
-    with pytest.raises(InvalidRequest, match=f"2 prompts need as many params, or one for all; got {number}"):
+    with pytest.raises(InvalidRequest, match=f"2 prompts need 2 params, or one for all; got {number}"):
         llm.generate(["a", "b"], [GREEDY] * number)
 
 
@@ -284,7 +284,10 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "a device of the other tier": ({"tier": "reference", "device": "cuda"}, "device is 'cuda'; .* 'cpu' only"),
     "a dtype of the other tier": ({"tier": "reference", "dtype": "bfloat16"}, "'bfloat16'; .* float32, float64"),
     "a dtype that only the reference has": ({"tier": "fast", "dtype": "float64"}, "'float64'; .* bfloat16, float16"),
-    "an unknown device": ({"tier": "fast", "device": "tpu"}, "device is 'tpu'; the fast tier knows cpu, cuda and auto"),
+    "an unknown device": (
+        {"tier": "fast", "device": "tpu"},
+        "device is 'tpu'; the fast tier supports cpu, cuda and auto",
+    ),
     "an unknown dtype": ({"dtype": "int3"}, "dtype is 'int3'; choose auto, bfloat16, float16, float32, float64"),
     "half precision on a CPU": ({"device": "cpu", "dtype": "float16"}, "use bfloat16 or float32 on 'cpu'"),
     "blocks of nothing": ({"block_size": 0}, "block_size is 0; it must be between 1 and 256"),
@@ -709,14 +712,14 @@ def test_a_students_policy_serves_from_a_file(
         ("{file}:Half", "the policy Half lacks share_tokens, way_back, admit; it needs all of fits, share_tokens, "),
         (
             "{file}:Lies",
-            "the policy Lies, asked for admit, answers 'nobody', which does not wait; there are: 0",
+            "the policy Lies: admit returned 'nobody', which is not waiting; choose from: 0",
         ),
         ("{file}:NoRoom", "the engine's policy, NoRoom, does not take this request, though it could be served"),
         ("{file}:Todo", "the policy raised NotImplementedError: to do ({file}:"),
         ("{file}:Yours", "mine.py has no class Yours; it has Mine, Half, Lies, Todo, NoRoom"),
         ("elsewhere.py:Mine", "--scheduling-policy: there is no file elsewhere.py"),
         (":Mine", "--scheduling-policy is ':Mine'; write it as FILE.py:Class, e.g. my_policy.py:Scheduler"),
-        ("lottery", "policy is 'lottery'; choose 'fcfs', 'priority', 'shortest-first', or give a class of yours"),
+        ("lottery", "policy is 'lottery'; choose 'fcfs', 'priority', 'shortest-first', or give a class of your own"),
     ],
 )
 def test_a_policy_that_cannot_be_used_is_refused_in_one_line(
@@ -741,7 +744,7 @@ def test_the_prompt_of_the_smallest_priority_comes_first(
     assert [event["request"] for event in told if event["event"] == "request_admitted"] == ["2", "0", "1"]
     code, _, err = cli(*arguments, "--priority=1")
     assert code == 1
-    assert "3 prompts need as many priorities; got 1" in one_error_line(err)
+    assert "3 prompts need 3 priorities; got 1" in one_error_line(err)
 
 
 # --- Ctrl-C ---------------------------------------------------------------------------------------

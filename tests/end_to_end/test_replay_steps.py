@@ -173,7 +173,7 @@ def test_a_recording_of_another_model_is_refused(cli: Cli, recording: Path, tmp_
     code, out, err = cli("replay-steps", recording, "--model", other)
     assert (code, out) == (1, "")
     assert "the steps were recorded with another model" in err
-    assert "its vocab_size, hidden_size, head_dim is not this one's; give the right one with --model" in err
+    assert "which differs in vocab_size, hidden_size, head_dim; give that model with --model" in err
 
 
 def test_a_model_that_is_gone_and_a_file_that_is_none_are_told(cli: Cli, recording: Path, tmp_path: Path) -> None:

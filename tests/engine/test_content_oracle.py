@@ -20,11 +20,12 @@ from minipaged.engine.prefix_cache import PrefixCache
 from minipaged.engine.scheduler import Scheduler
 from minipaged.engine.sequence import SequenceState
 from minipaged.errors import Invariant, InvariantViolation
+from minipaged.params import EngineConfig, SamplingParams
 from minipaged.reference.block_table import BlockTable
 from minipaged.steps import BlockMoves
 from minipaged.testing.content_runner import ContentRunner, GivenRow
 from tests.effort import one_case_in, scaled, seeds, thorough
-from tests.workloads import WorkloadRun, random_workload, run_workload
+from tests.workloads import REFERENCE, Workload, WorkloadRequest, WorkloadRun, random_workload, run_workload
 
 EVERYTHING_THAT_CAN_HAPPEN = {
     "block copied",
@@ -148,6 +149,25 @@ def test_a_row_that_reads_what_another_one_writes_in_the_same_step_is_found_out(
     for module in (launch, steady):
         monkeypatch.setattr(module, "check_exclusive_writes", lambda work, blocks: None)
     assert any(goes_through(ContentRunner, seed) and not goes_through(OneByOne, seed) for seed in range(100))
+
+
+@pytest.mark.parametrize("steady", [True, False], ids=["steady", "straight"])
+def test_each_position_is_looked_up_in_the_table(steady: bool) -> None:
+    """On the short way too, where the table gets the slot of position 40 together with others."""
+
+    class Elsewhere(BlockTable):
+        def slot_mapping(self, start: int, stop: int) -> list[int]:
+            slots = super().slot_mapping(start, stop)
+            return [slot + (position == 40) for position, slot in enumerate(slots, start)]
+
+    config = EngineConfig(num_blocks=8, max_model_len=64, vocab_size=11)
+    request = WorkloadRequest(0, (1, 2, 3), SamplingParams(max_tokens=60, ignore_eos=True))
+    run = WorkloadRun(
+        Workload(config, (request,), swap_is_cheap=True), replace(REFERENCE, block_table=Elsewhere), steady=steady
+    )
+    with pytest.raises(InvariantViolation, match=r"positions .* cannot be in slots"):
+        run.to_the_end()
+    assert 40 < len(run.engine.scheduler.waiting[0].sequences[0].tokens) <= 49
 
 
 # --- Bugs that the oracle must find ---------------------------------------------------------------

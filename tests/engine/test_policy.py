@@ -298,27 +298,31 @@ class Lie:
 
 
 LIES = {
-    "tokens for somebody unknown": Lie("share_tokens", lambda r, right: {**right, "?": 1}, "'?', which does not run"),
+    "tokens for somebody unknown": Lie("share_tokens", lambda r, right: {**right, "?": 1}, "'?', which is not running"),
     "more tokens than it has to run": Lie(
         "share_tokens", lambda r, right: {v.request_id: v.tokens_to_run + 1 for v in r}, "has . to run|has .. to run"
     ),
     "more tokens than there are": Lie(
-        "share_tokens", lambda r, right: {v.request_id: v.tokens_to_run for v in r}, "tokens in all; a batch has"
+        "share_tokens",
+        lambda r, right: {v.request_id: v.tokens_to_run for v in r},
+        "tokens in all; a batch has room for",
     ),
     "tokens below nothing": Lie("share_tokens", lambda r, right: dict.fromkeys(right, -1), "-1 tokens for"),
     "half a token": Lie("share_tokens", lambda r, right: dict.fromkeys(right, 0.5), "0.5 tokens for"),
-    "no tokens for anybody": Lie("share_tokens", lambda r, right: {}, "no token for anybody"),
-    "tokens as a list": Lie("share_tokens", lambda r, right: list(right), "it has to answer with a dict"),
-    "a victim that waits or never was": Lie("victim", lambda r, right: "?", "'?', which does not run"),
-    "no victim": Lie("victim", lambda r, right: None, "None, which does not run"),
-    "the view of a victim": Lie("victim", lambda r, right: r[0], "which does not run"),
-    "a third way": Lie("way_back", lambda v, free, right: "wait", "'wait'; there are 'swap' and 'recompute'"),
-    "somebody unknown comes in": Lie("admit", lambda *_: ["?"], "'?', which does not wait"),
+    "no tokens for anybody": Lie("share_tokens", lambda r, right: {}, "no tokens for any request"),
+    "tokens as a list": Lie("share_tokens", lambda r, right: list(right), "it must return a dict"),
+    "a victim that waits or never was": Lie("victim", lambda r, right: "?", "'?', which is not running"),
+    "no victim": Lie("victim", lambda r, right: None, "None, which is not running"),
+    "the view of a victim": Lie("victim", lambda r, right: r[0], "which is not running"),
+    "a third way": Lie("way_back", lambda v, free, right: "wait", "'wait'; it must return 'swap' or 'recompute'"),
+    "somebody unknown comes in": Lie("admit", lambda *_: ["?"], "'?', which is not waiting"),
     "somebody comes in twice": Lie("admit", lambda w, *_: [w[0].request_id] * 2, "twice|needs"),
-    "all come in": Lie("admit", lambda w, *_: [v.request_id for v in w], "needs . (blocks|tokens|sequences), and"),
-    "nobody comes in": Lie("admit", lambda *_: [], "nobody, though nothing runs"),
-    "a name": Lie("admit", lambda w, *_: w[0].request_id, "it has to answer with a list of request_ids"),
-    "a number": Lie("admit", lambda *_: 3, "it has to answer with a list of request_ids"),
+    "all come in": Lie(
+        "admit", lambda w, *_: [v.request_id for v in w], "needs . (blocks|tokens|sequences); . are left"
+    ),
+    "nobody comes in": Lie("admit", lambda *_: [], "no request, though nothing is running"),
+    "a name": Lie("admit", lambda w, *_: w[0].request_id, "it must return a list of request_ids"),
+    "a number": Lie("admit", lambda *_: 3, "it must return a list of request_ids"),
 }
 
 
@@ -376,9 +380,7 @@ def test_a_policy_that_lies_is_told_so_by_name_and_nothing_is_lost(lie: Lie, ove
     assert told, "nobody has noticed"
     for error in told:
         assert error.invariant is Invariant.LIVENESS
-        assert str(error).startswith(
-            f"invariant 'liveness' broken: the policy Liar, asked for {lie.question}, answers "
-        )
+        assert str(error).startswith(f"invariant 'liveness' broken: the policy Liar: {lie.question} returned ")
         assert re.search(lie.message, str(error))
     run.check_outputs()
     run.check_nothing_leaked()
@@ -391,7 +393,7 @@ def test_a_policy_that_lies_can_be_replaced() -> None:
             if not run.advance(now):
                 break
         except InvariantViolation as error:
-            assert re.search(r"there are: r\d", str(error))  # noqa: PT017
+            assert re.search(r"choose from: r\d", str(error))  # noqa: PT017
             run.engine.scheduler.policy, told = PriorityFirst(10, 2, 256, 4, COSTS), True
     assert told
     run.check_outputs()
@@ -410,7 +412,7 @@ def test_who_holds_more_blocks_than_paging_would_makes_no_room_for_others() -> N
 @pytest.mark.parametrize("answer", [1, None, "yes"])
 def test_whether_a_request_is_taken_is_yes_or_no(answer: object) -> None:
     engine = simulated(lying(Lie("fits", lambda view, right: answer, "")))
-    with pytest.raises(InvariantViolation, match=r"asked for fits, answers .*; it has to answer True or False"):
+    with pytest.raises(InvariantViolation, match=r"fits returned .*; it must return True or False"):
         engine.add_request([1], params(2))
     assert not engine.has_unfinished_requests()
     engine.scheduler.policy = FirstComeFirstServed(100, 4, 256, 2048, COSTS)

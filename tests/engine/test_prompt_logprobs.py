@@ -147,7 +147,7 @@ class WithNaN(ContentRunner):
 @pytest.mark.parametrize(
     ("make_runner", "message"),
     [
-        (Silent, "this runner tells no log-probabilities of prompts; ask for no prompt_logprobs"),
+        (Silent, "this runner cannot report log-probabilities of prompts; leave out prompt_logprobs"),
         (WithNaN, "the model's logits for the next token hold NaN (first at token 5)"),
     ],
 )

@@ -145,7 +145,7 @@ def test_a_decoder_that_raises_ends_one_request(workload: Workload, async_schedu
     for number in range(1, calls.calls + 1):
         errors = run_to_its_end(WorkloadRun(workload, decode=decoding(Fuse("decode", number))))
         assert len(errors) == 1, f"call {number}"
-        assert all(f"Fault: call {number} of decode; see that" in error for error in errors.values())
+        assert all(f"Fault: call {number} of decode; check that" in error for error in errors.values())
         failed |= errors.keys()
     assert len(failed) == len(ALL_KINDS), "each of them, sooner or later"
 
@@ -181,7 +181,7 @@ def test_a_token_that_has_no_text_ends_those_that_choose_it_and_those_whose_prom
         )
     }
     assert errors.keys() == decoded_it
-    assert all(f"KeyError: {token}; see that the tokenizer is this model's" in error for error in errors.values())
+    assert all(f"KeyError: {token}; check that the tokenizer is this model's" in error for error in errors.values())
 
 
 def test_with_the_tokenizer_of_another_model_every_request_fails() -> None:

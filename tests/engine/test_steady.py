@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import count
 from typing import Any
 
 import pytest
 
-from minipaged.contracts import StepResult, Tier
+from minipaged.contracts import BlockTable, StepResult, Tier
+from minipaged.engine.batch import Plan
 from minipaged.engine.engine import Engine
+from minipaged.engine.policy import FirstComeFirstServed
+from minipaged.engine.scheduler import Scheduler
+from minipaged.engine.views import plain
 from minipaged.errors import InvalidRequest
 from minipaged.events import Event
 from minipaged.outputs import RequestUpdate
 from minipaged.params import EngineConfig, RequestOutputKind, SamplingParams
 from minipaged.reference.block_allocator import BlockAllocator
+from minipaged.scheduling import MakePolicy, RequestView, Way
 from minipaged.steps import StepInput
 from minipaged.testing.content_runner import ContentRunner
 from tests.effort import one_case_in, quick_cases, scaled, seeds
@@ -42,7 +51,7 @@ class Scene:
     somebody_listens: bool
 
 
-def scene_of(seed: int, *, async_scheduling: bool) -> Scene:
+def scene_of(seed: int, *, async_scheduling: bool, lanes: int = 1) -> Scene:
     r = random.Random(seed)
     block_size, stem = r.choice([1, 2, 4, 16]), [r.randrange(11) for _ in range(20)]
     requests = []
@@ -72,8 +81,43 @@ def scene_of(seed: int, *, async_scheduling: bool) -> Scene:
         enable_prefix_caching=r.random() < 0.7,
         max_num_batched_tokens=r.choice([16, 2048]),
         async_scheduling=async_scheduling,
+        pipeline_parallel_size=lanes,
     )
     return Scene(seed, config, requests, somebody_listens=r.random() < 0.5)
+
+
+Shown = tuple[object, ...]
+"""A question, and all that the policy is shown with it."""
+
+
+class Looking(FirstComeFirstServed):
+    """Looks at all that it is shown, and keeps it."""
+
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(*settings)
+        self.shown: list[Shown] = []
+
+    def fits(self, request: RequestView) -> bool:
+        self.shown.append(("fits", plain(request)))
+        return super().fits(request)
+
+    def share_tokens(self, running: Sequence[RequestView]) -> dict[str, int]:
+        self.shown.append(("share_tokens", *map(plain, running)))
+        return super().share_tokens(running)
+
+    def victim(self, running: Sequence[RequestView]) -> str:
+        self.shown.append(("victim", *map(plain, running)))
+        return super().victim(running)
+
+    def way_back(self, request: RequestView, host_free: int) -> Way:
+        self.shown.append(("way_back", plain(request), host_free))
+        return super().way_back(request, host_free)
+
+    def admit(
+        self, waiting: Sequence[RequestView], running: Sequence[RequestView], num_free: int, tokens_left: int
+    ) -> list[str]:
+        self.shown.append(("admit", [*map(plain, waiting)], [*map(plain, running)], num_free, tokens_left))
+        return super().admit(waiting, running, num_free, tokens_left)
 
 
 @dataclass
@@ -85,6 +129,7 @@ class Account:
     events: list[Event] = field(default_factory=list)
     stats: dict[str, Any] = field(default_factory=dict)
     pool: list[int] = field(default_factory=list)
+    shown: list[Shown] = field(default_factory=list)
     happened: Counter[str] = field(default_factory=Counter)
 
 
@@ -96,6 +141,7 @@ def account_of(
     allocate_fails_at: int | None = None,
     *,
     steady: bool = True,
+    policy: MakePolicy = FirstComeFirstServed,
 ) -> Account:
     account, config = Account(), scene.config
 
@@ -115,7 +161,7 @@ def account_of(
 
     sizes = (config.num_blocks, config.num_swap_blocks, config.block_size, config.vocab_size, True)
     runner = Runner(*sizes, tier.sample)
-    engine = Engine(config, tier, runner, allocator=Allocator, clock=lambda: 0.0, steady=steady)
+    engine = Engine(config, tier, runner, allocator=Allocator, policy=policy, clock=lambda: 0.0, steady=steady)
     if scene.somebody_listens:
         engine.listeners.append(account.events.append)
     for now in range(400):
@@ -137,6 +183,7 @@ def account_of(
     engine.check_invariants()
     assert not engine.has_unfinished_requests()
     account.stats = asdict(engine.current_stats())
+    account.shown = getattr(engine.scheduler.policy, "shown", [])
     account.happened["allocated while it ran"] = account.happened["allocated"]
     account.pool = list(engine.blocks.allocator.allocate_many(engine.blocks.allocator.num_free))
     account.happened["preempted"] = engine.stats.preempted_by_swap + engine.stats.preempted_by_recompute
@@ -145,13 +192,14 @@ def account_of(
     return account
 
 
-def check_same(scene: Scene, *arguments: Any) -> Account:
-    steady, plain = (account_of(scene, *arguments, steady=steady) for steady in (True, False))
-    assert steady.steps == plain.steps
-    assert steady.updates == plain.updates
-    assert steady.events == plain.events
-    assert steady.stats == plain.stats
-    assert steady.pool == plain.pool, "the free blocks lie in the same order"
+def check_same(scene: Scene, *arguments: Any, **options: Any) -> Account:
+    steady, straight = (account_of(scene, *arguments, steady=steady, **options) for steady in (True, False))
+    assert steady.steps == straight.steps
+    assert steady.updates == straight.updates
+    assert steady.events == straight.events
+    assert steady.stats == straight.stats
+    assert steady.pool == straight.pool, "the free blocks lie in the same order"
+    assert steady.shown == straight.shown
     return steady
 
 
@@ -178,6 +226,87 @@ def test_the_scenes_bring_about_what_ends_the_short_way(async_scheduling: bool) 
     for seed in range(40):
         happened += account_of(scene_of(seed, async_scheduling=async_scheduling)).happened
     assert min(happened[name] for name in ("preempted", "deduplicated or shared", "evicted")) > 0
+
+
+def crowded(seed: int, *, async_scheduling: bool, lanes: int) -> Scene:
+    """A scene with more requests than there are blocks and tokens for, so that the policy is asked."""
+    scene = scene_of(seed, async_scheduling=async_scheduling, lanes=lanes)
+    scene.requests += scene_of(seed + 1000, async_scheduling=async_scheduling).requests
+    config = scene.config
+    swap = config.num_swap_blocks and 120
+    tokens = 16 if seed % 3 else 4
+    small = {"num_blocks": 120 // config.block_size, "num_swap_blocks": swap, "max_num_batched_tokens": tokens}
+    return replace(scene, config=replace(config, **small))
+
+
+@scaled
+@pytest.mark.parametrize("seeds", seeds(200, 20, least=20), ids=str)
+@pytest.mark.parametrize(
+    ("async_scheduling", "lanes"), [(False, 1), (True, 1), (False, 2)], ids=["sync", "async", "two lanes"]
+)
+def test_a_policy_is_asked_and_shown_the_same(async_scheduling: bool, lanes: int, seeds: range) -> None:
+    """At each question, of those that run and of those that wait."""
+    asked: Counter[str] = Counter()
+    for seed in seeds:
+        try:
+            scene = crowded(seed, async_scheduling=async_scheduling, lanes=lanes)
+            asked.update(str(question) for question, *_ in check_same(scene, policy=Looking).shown)
+        except Exception as error:
+            error.add_note(f"in scene {seed}")
+            raise
+    assert asked.keys() == {"fits", "share_tokens", "victim", "way_back", "admit"}
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+def test_nothing_is_kept_of_requests_that_have_ended_when_there_are_no_others(
+    async_scheduling: bool, lanes: int
+) -> None:
+    """Not one of their sequences, each of which has a block table of its own."""
+    sizes = {"num_blocks": 60, "max_model_len": 64, "vocab_size": 11, "pipeline_parallel_size": lanes}
+    config = EngineConfig(**sizes, async_scheduling=async_scheduling)
+    engine = Engine(config, REFERENCE, ContentRunner(60, 0, 16, 11, True, REFERENCE.sample))
+    tables = weakref.WeakSet[BlockTable]()
+    for lengths in ([1], [20], [9, 40], [9, 9, 20]):
+        for aborts in (False, True):
+            for length in lengths:
+                n = 2 if length == 20 else 1
+                engine.add_request([1, 2, 3], SamplingParams(n=n, max_tokens=length, ignore_eos=True, seed=1))
+            for step in count():
+                engine.step()
+                tables.update(sequence.table for request in engine.scheduler.running for sequence in request.sequences)
+                for name in engine.unfinished_requests if aborts and step == 12 else ():
+                    engine.abort(name)
+                if not engine.has_unfinished_requests():
+                    break
+            gc.collect()
+            assert not tables, f"of {lengths}"
+
+
+def test_a_lane_goes_on_when_a_sequence_ends_in_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps of the other lane take the short way before and after."""
+    long_way: list[int] = []
+    schedule = Scheduler.schedule
+
+    def noted(self: Scheduler, ahead: Plan | None = None, lane: int = 0) -> Plan:
+        long_way.append(lane)
+        return schedule(self, ahead, lane)
+
+    monkeypatch.setattr(Scheduler, "schedule", noted)
+    config = EngineConfig(num_blocks=60, max_model_len=64, vocab_size=11, pipeline_parallel_size=2)
+    engine = Engine(config, REFERENCE, ContentRunner(60, 0, 16, 11, True, REFERENCE.sample))
+    for max_tokens in (40, 20, 40, 40):
+        engine.add_request([1, 2, 3], SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1))
+    engine.step()
+    assert [len(lane.running) for lane in engine.scheduler.lanes] == [2, 2]
+    [shorter] = [request for request in engine.scheduler.running if request.max_output_tokens == 20]
+    while len(engine.unfinished_requests) == 4:
+        engine.step()
+    ended_in = shorter.lane
+    num_before = len(long_way)
+    for _ in range(10):
+        engine.step()
+    assert long_way[num_before:] == [ended_in]
 
 
 @scaled

@@ -313,8 +313,8 @@ def test_a_request_whose_tokens_have_no_text_keeps_its_tokens() -> None:
     ]
     assert (output.finished, output.error) == (
         False,
-        "the tokens [1, 2, 3] at the end of 3 could not be decoded: ValueError: no such token; see that the tokenizer "
-        "is this model's",
+        "the tokens [1, 2, 3] at the end of 3 could not be decoded: ValueError: no such token; check that the "
+        "tokenizer is this model's",
     )
 
 

@@ -71,7 +71,7 @@ def test_blocks_that_nobody_looked_at_are_over_when_the_request_waits_no_more() 
     assert all(other is view for other in others)
     engine.abort("waits")
     for _ in range(2):
-        with pytest.raises(LookupError, match="the question is over"):
+        with pytest.raises(LookupError, match="the policy's method has returned"):
             _ = view.blocks_needed
     assert (view.request_id, view.prompt_tokens) == ("waits", 30)
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from minipaged.fast.cpu import attention, prefill
 from minipaged.fast.cpu.bfloat16 import as_array
 from minipaged.fast.cpu.vectors import number_type
+from minipaged.fast.kernels import Paged
 from tests.effort import examples, thorough
 
 NO_RESERVE = 0x4000
@@ -36,7 +37,7 @@ WAYS = {
 }
 """A model's type, and what products are computed with (`number_type`)."""
 on_every_way = pytest.mark.parametrize("way", WAYS)
-Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float]
+Arguments = tuple[Tensor, Paged, Tensor, float]
 
 
 def make(
@@ -69,7 +70,7 @@ def make(
     query = spread * torch.randn(int(lens.sum()), kv_heads * group, head_dim, generator=random)
     start = torch.cat([torch.zeros(1), lens.cumsum(0)]).int()
     contexts = torch.tensor([context for context, _ in sizes], dtype=torch.int32)
-    return query.to(dtype), keys, values, tables, rows, start, contexts, head_dim**-0.5
+    return query.to(dtype), Paged(keys, values, tables, rows, contexts), start, head_dim**-0.5
 
 
 def number_of(way: str) -> np.uint16 | np.float32 | None:
@@ -86,7 +87,7 @@ def attended(way: str, arguments: Arguments) -> Tensor:
         patch.object(prefill, "number_type", lambda _: number),
         patch.object(attention, "number_type", lambda _: number),
     ):
-        start = arguments[5]
+        start = arguments[2]
         return prefill.paged_prefill(*arguments, max_query_len=int((start[1:] - start[:-1]).max()))
 
 
@@ -108,7 +109,7 @@ def check(way: str, arguments: Arguments) -> None:
 def expected(arguments: Arguments) -> tuple[Tensor, Tensor, float]:
     """Attention in float64; the same with the values' absolutes; and the most that a score's terms add up to, with
     theirs."""
-    query, keys, values, tables, rows, start, contexts, scale = arguments
+    query, (keys, values, tables, rows, contexts, _), start, scale = arguments
     group = query.shape[1] // keys.shape[1]
     (exact, size), terms = torch.empty(2, *query.shape, dtype=torch.float64), 0.0
     for s, context in enumerate(contexts.tolist()):
@@ -162,28 +163,28 @@ def test_wide_heads(way: str, head_dim: int) -> None:
 @on_every_way
 def test_blocks_that_lie_far_apart(way: str) -> None:
     """More than 2**32 bytes: each block is 2**31 from the next."""
-    query, keys, values, *others = make([(40, 40), (33, 1)], WAYS[way][0], kv_heads=1)
-    pool = torch.stack([keys, values], 1)  # [blocks, 2, kv_heads, block_size, head_dim]
+    query, paged, *others = make([(40, 40), (33, 1)], WAYS[way][0], kv_heads=1)
+    pool = torch.stack(paged[:2], 1)  # [blocks, 2, kv_heads, block_size, head_dim]
     apart = 2**31 // pool.itemsize
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
     memory = torch.frombuffer(mmap.mmap(-1, len(pool) * 2**31, flags=flags), dtype=pool.dtype)
     far = memory.view(len(pool), apart)[:, : pool[0].numel()].unflatten(1, pool.shape[1:])
     far.copy_(pool)
-    check(way, (query, *far.unbind(1), *others))
+    check(way, (query, Paged(*far.unbind(1), *paged[2:]), *others))
 
 
 @pytest.mark.parametrize("way", ["pairs", "floats"])
 def test_a_chunk_gives_what_the_whole_prompt_gives(way: str) -> None:
     """To the last bit, wherever it is cut, and with any number of threads."""
-    query, *others, start, contexts, scale = make([(300, 300)], WAYS[way][0])
-    whole = attended(way, (query, *others, start, contexts, scale))
+    query, paged, start, scale = make([(300, 300)], WAYS[way][0])
+    whole = attended(way, (query, paged, start, scale))
     before = numba.get_num_threads()
     try:
         for threads in range(1, numba.config.NUMBA_NUM_THREADS + 1):
             numba.set_num_threads(threads)
             for first, last in [(0, 300), (0, 2), (2, 67), (67, 128), (128, 300)]:
-                ends = torch.tensor([0, last - first]).int(), torch.tensor([last]).int()
-                part = attended(way, (query[first:last], *others, *ends, scale))
+                seen = paged._replace(context_lens=torch.tensor([last]).int())
+                part = attended(way, (query[first:last], seen, torch.tensor([0, last - first]).int(), scale))
                 assert part.equal(whole[first:last])
     finally:
         numba.set_num_threads(before)
@@ -202,7 +203,7 @@ def test_one_prompts_nan_stays_its_own(way: str, one_thread: None) -> None:
     """A prompt whose keys and values are NaN shares a thread, and its scratch memory, with others."""
     arguments = make([(70, 70), (5, 5), (9, 3)], WAYS[way][0], kv_heads=1)
     exact, *_ = expected(arguments)
-    keys, values, tables, rows = arguments[1:5]
+    keys, values, tables, rows, *_ = arguments[1]
     for pool in (keys, values):
         pool[tables[rows[0]].long()] = torch.nan
     result = attended(way, arguments)
@@ -213,18 +214,20 @@ def test_one_prompts_nan_stays_its_own(way: str, one_thread: None) -> None:
 @pytest.mark.parametrize("way", ["floats", "library"])
 def test_keys_and_values_of_8_bits(way: str) -> None:
     """A number is an integer times the scale of its slot and head; scales lie before their block's numbers."""
-    query, keys, values, *others = make([(70, 70), (130, 9)], torch.float32, head_dim=20)
-    pool = torch.stack([keys, values], 1)  # [blocks, 2, kv_heads, block_size, head_dim]
+    query, paged, *others = make([(70, 70), (130, 9)], torch.float32, head_dim=20)
+    pool = torch.stack(paged[:2], 1)  # [blocks, 2, kv_heads, block_size, head_dim]
     factors = pool.abs().amax(-1) / 127  # [blocks, 2, kv_heads, block_size]; NaN where there is no token
     integers = torch.where(pool.isnan(), 0, pool / factors[..., None]).round().to(torch.int8)
-    exact, *_ = expected((query, *(integers * factors[..., None]).unbind(1), *others))
+    rounded = Paged(*(integers * factors[..., None]).unbind(1), *paged[2:])
+    exact, *_ = expected((query, rounded, *others))
     blocks = torch.cat([factors.flatten(1).view(torch.int8), integers.flatten(1)], 1)  # [blocks, bytes]
     scale_bytes = 4 * factors[0].numel()
     numbers = blocks[:, scale_bytes:].view(pool.shape)
     kv_scales = blocks[:, :scale_bytes].view(torch.float32).view(factors.shape)
     number = number_of(way)
     with patch.object(prefill, "number_type", lambda dtype: number):
-        result = prefill.paged_prefill(query, *numbers.unbind(1), *others, kv_scales, max_query_len=70)
+        stored = Paged(*numbers.unbind(1), *paged[2:5], kv_scales)
+        result = prefill.paged_prefill(query, stored, *others, max_query_len=70)
     torch.testing.assert_close(result.double(), exact, rtol=1e-5, atol=1e-5)
 
 
@@ -255,7 +258,8 @@ def test_nothing_beside_scratch_memory_is_written(way: str, head_dim: int) -> No
     dtype, number = WAYS[way][0], number_of(way)
     if isinstance(number, np.uint16) and head_dim % 2:
         pytest.skip("not multiplied in pairs")
-    query, keys, values, tables, rows, _, contexts, scale = make([(130, 90)], dtype, head_dim=head_dim, kv_heads=1)
+    query, paged, _, scale = make([(130, 90)], dtype, head_dim=head_dim, kv_heads=1)
+    keys, values, tables, rows, contexts, _ = paged
     pool = attention.KernelPool(
         *(keys.data_ptr(), values.data_ptr(), 0, keys.stride(0) * keys.itemsize, keys.stride(1) * keys.itemsize),
         *(1, keys.shape[2], attention.KINDS[dtype]),

@@ -24,6 +24,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")  # there is none for this machine's operating system
 
 from minipaged.fast.gpu import attention, paged_decode, paged_prefill
+from minipaged.fast.kernels import Paged
 from tests.effort import examples, quick_cases, thorough
 from tests.fast.guarded import GuardedMemory
 
@@ -78,31 +79,25 @@ class Batch:
             outputs.append(torch.einsum("htc,chd->thd", weights, v))
         return torch.cat(outputs)
 
+    @property
+    def paged(self) -> Paged:
+        keys, values = self.cache[:, LAYER, 0], self.cache[:, LAYER, 1]
+        return Paged(keys, values, self.tables, self.rows, self.context_lens)
+
     def decoded(self, *, num_sms: int) -> Tensor:
         """On a device of so many multiprocessors."""
         return self.decoded_in(GuardedMemory(), num_sms=num_sms)
 
     def decoded_in(self, memory: GuardedMemory, *, num_sms: int) -> Tensor:
-        keys, values = self.cache[:, LAYER, 0], self.cache[:, LAYER, 1]
-        context_lens = self.context_lens
+        paged = self.paged
         with pytest.MonkeyPatch.context() as patched, memory:
             patched.setattr(attention, "_num_sms", lambda device: num_sms)
-            return paged_decode(self.query, keys, values, self.tables, self.rows, context_lens, self.scale)
+            return paged_decode(self.query, paged, self.scale)
 
     def prefilled(self) -> Tensor:
-        keys, values = self.cache[:, LAYER, 0], self.cache[:, LAYER, 1]
-        lengths = (self.query_start, self.context_lens)
+        paged, query_start = self.paged, self.query_start
         with GuardedMemory():
-            return paged_prefill(
-                self.query,
-                keys,
-                values,
-                self.tables,
-                self.rows,
-                *lengths,
-                self.scale,
-                max_query_len=max(self.query_lens),
-            )
+            return paged_prefill(self.query, paged, query_start, self.scale, max_query_len=max(self.query_lens))
 
 
 def int32(numbers: Sequence[int]) -> Tensor:
@@ -270,9 +265,7 @@ def test_a_grid_has_room_for_each_sequence_and_for_no_more_splits_than_can_be_ad
 
 def test_decode_divides_by_the_multiprocessors_of_its_device() -> None:
     batch = make_batch([300, 40])
-    keys, values = batch.cache[:, LAYER, 0], batch.cache[:, LAYER, 1]
-    result = paged_decode(batch.query, keys, values, batch.tables, batch.rows, batch.context_lens, batch.scale)
-    assert_close(result, batch)
+    assert_close(paged_decode(batch.query, batch.paged, batch.scale), batch)
 
 
 def test_scores_that_would_overflow_are_weighed_right() -> None:
@@ -300,13 +293,9 @@ def test_a_block_past_two_to_the_31_elements_is_found(tmp_path: Path) -> None:
     batch.tables[batch.rows[0], 1] = far
     last = int(batch.tables[batch.rows[1], 0])
     cache[last] = batch.cache[last, LAYER : LAYER + 1]
-    keys, values = cache[:, 0, 0], cache[:, 0, 1]
-    where = (batch.tables, batch.rows)
-    assert_close(paged_decode(batch.query, keys, values, *where, batch.context_lens, batch.scale), batch)
-    result = paged_prefill(
-        batch.query, keys, values, *where, batch.query_start, batch.context_lens, batch.scale, max_query_len=1
-    )
-    assert_close(result, batch)
+    paged = batch.paged._replace(keys=cache[:, 0, 0], values=cache[:, 0, 1])
+    assert_close(paged_decode(batch.query, paged, batch.scale), batch)
+    assert_close(paged_prefill(batch.query, paged, batch.query_start, batch.scale, max_query_len=1), batch)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
@@ -326,8 +315,8 @@ def test_one_cuda_graph_serves_all_lengths() -> None:
         context_lens.copy_(batch.context_lens)
 
     def step() -> Tensor:
-        kv = (cache[:, LAYER, 0], cache[:, LAYER, 1])
-        return paged_decode(query, *kv, tables, rows, context_lens, scale)
+        paged = Paged(cache[:, LAYER, 0], cache[:, LAYER, 1], tables, rows, context_lens)
+        return paged_decode(query, paged, scale)
 
     load(batches[0])
     step()  # compiles; nothing can be compiled while a graph is recorded
@@ -369,25 +358,22 @@ def test_a_sequence_without_query_tokens_takes_no_part() -> None:
 
 def test_an_empty_batch_gives_an_empty_output() -> None:
     batch = make_batch([16])
-    keys, values, none = batch.cache[:, LAYER, 0], batch.cache[:, LAYER, 1], int32([])
-    assert paged_decode(batch.query[:0], keys, values, batch.tables, none, none, 1.0).shape == (0, 2, 64)
-    empty = paged_prefill(batch.query[:0], keys, values, batch.tables, none, int32([0]), none, 1.0, max_query_len=0)
+    nobody = batch.paged._replace(rows=int32([]), context_lens=int32([]))
+    assert paged_decode(batch.query[:0], nobody, 1.0).shape == (0, 2, 64)
+    empty = paged_prefill(batch.query[:0], nobody, int32([0]), 1.0, max_query_len=0)
     assert empty.shape == (0, 2, 64)
 
 
 def test_what_does_not_fit_together_is_refused() -> None:
     batch = make_batch([16, 20], kv_heads=2)
-    keys, values = batch.cache[:, LAYER, 0], batch.cache[:, LAYER, 1]
 
-    def refused(match: str, **changes: object) -> None:
-        arguments: dict[str, object] = {"query": batch.query, "keys": keys, "values": values, "scale": 1.0, **changes}
-        where = {"tables": batch.tables, "rows": batch.rows, "context_lens": batch.context_lens}
+    def refused(match: str, query: Tensor = batch.query, paged: Paged = batch.paged, scale: float = 1.0) -> None:
         with pytest.raises(ValueError, match=match):
-            paged_decode(**{**where, **arguments})  # type: ignore[arg-type]
+            paged_decode(query, paged, scale)
 
     refused("3 query heads", query=batch.query[:, :3])
     refused("head", query=batch.query[:, :, :32])
-    refused("same shape and strides", values=values.contiguous())
+    refused("same shape and strides", paged=batch.paged._replace(values=batch.paged.values.contiguous()))
     refused("side by side", query=batch.query.transpose(1, 2).contiguous().transpose(1, 2))
     refused("float16", query=batch.query.half())
     refused("scale must be positive", scale=0.0)

@@ -32,6 +32,7 @@ if torch.cuda.is_available():
 from triton.runtime.interpreter import InterpretedFunction, InterpreterError
 
 import minipaged.fast
+from minipaged.fast.kernels import Paged
 from minipaged.models.quantized.stored import Activations
 from tests.effort import thorough
 from tests.fast.test_gpu_packed import grouped
@@ -122,9 +123,9 @@ def attended(module: ModuleType, high: bool) -> Results:
     keys, values = cache[:, 1, 0], cache[:, 1, 1]
     tables, rows, lengths = spread(integers([-1] * 3, [-1] * 3, blocks)), integers(2, 2, 2), integers(1, 20, 41)
     query = spread(numbers(3, HEADS, HEAD_DIM))
-    yield module.paged_decode(query, keys, values, tables, rows, lengths, 0.1)
-    start = integers(0, 3)
-    yield module.paged_prefill(query, keys, values, tables, rows[:1], start, lengths[2:], 0.1, max_query_len=3)
+    yield module.paged_decode(query, Paged(keys, values, tables, rows, lengths), 0.1)
+    one = Paged(keys, values, tables, rows[:1], lengths[2:])
+    yield module.paged_prefill(query, one, integers(0, 3), 0.1, max_query_len=3)
 
 
 def attended_in_8_bits(module: ModuleType, high: bool) -> Results:
@@ -140,9 +141,9 @@ def attended_in_8_bits(module: ModuleType, high: bool) -> Results:
     keys, values = codes.unbind(1)
     tables, rows, lengths = spread(integers([-1] * 3, [-1] * 3, blocks)), integers(2, 2, 2), integers(1, 20, 41)
     query = spread(numbers(3, HEADS, HEAD_DIM))
-    yield module.paged_decode(query, keys, values, tables, rows, lengths, 0.1, scales)
-    start = integers(0, 3)
-    yield module.paged_prefill(query, keys, values, tables, rows[:1], start, lengths[2:], 0.1, scales, max_query_len=3)
+    yield module.paged_decode(query, Paged(keys, values, tables, rows, lengths, scales), 0.1)
+    one = Paged(keys, values, tables, rows[:1], lengths[2:], scales)
+    yield module.paged_prefill(query, one, integers(0, 3), 0.1, max_query_len=3)
 
 
 def attended_by_many_heads(module: ModuleType, high: bool) -> Results:
@@ -150,8 +151,9 @@ def attended_by_many_heads(module: ModuleType, high: bool) -> Results:
     _, spread = placed(high)
     keys, values = (spread(numbers(3, 2, BLOCK_SIZE, 16) * i).transpose(0, 1) for i in (1, 2))
     query, tables, rows, lengths = numbers(1, 3, 16), integers([1, 0]), integers(0), integers(20)
-    yield module.paged_decode(query, keys, values, tables, rows, lengths, 0.1)
-    yield module.paged_prefill(query, keys, values, tables, rows, integers(0, 1), lengths, 0.1, max_query_len=1)
+    paged = Paged(keys, values, tables, rows, lengths)
+    yield module.paged_decode(query, paged, 0.1)
+    yield module.paged_prefill(query, paged, integers(0, 1), 0.1, max_query_len=1)
 
 
 def split_decode(module: ModuleType, high: bool) -> Tensor:
@@ -176,8 +178,8 @@ def split_decode(module: ModuleType, high: bool) -> Tensor:
         patch.object(module, "_max_splits", lambda *_: room),
         patch.object(Tensor, "new_empty", untouched_partials),
     ):
-        lengths = integers(1, 1, 260)
-        decoded: Tensor = module.paged_decode(query, cache[:, 0], cache[:, 1], tables, integers(0, 1, 2), lengths, 0.1)
+        paged = Paged(cache[:, 0], cache[:, 1], tables, integers(0, 1, 2), integers(1, 1, 260))
+        decoded: Tensor = module.paged_decode(query, paged, 0.1)
     return decoded
 
 

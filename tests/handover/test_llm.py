@@ -388,5 +388,5 @@ def test_a_recording_has_the_blocks_in_it(reference: LoadedModel, tiny_model: Pa
         assert [difference for difference in replay if difference.objection] == []
         assert replay.num_choices == 24
     replay = open_replay(*read_recording(file), LoadedModel.load(tiny_model, "reference", dtype="float64"))
-    with pytest.raises(BadRecording, match="step 1 loads blocks in float32, and this model computes in float64"):
+    with pytest.raises(BadRecording, match="step 1 loads blocks in float32, but this model computes in float64"):
         list(replay)

@@ -136,7 +136,7 @@ def test_a_folder_that_is_gone_is_told_of_once_and_nothing_raises(
     assert stored.store(TOKENS, BLOCKS) == []
     assert stored.store(TOKENS, BLOCKS) == []
     told = capsys.readouterr().err
-    assert told.count("what cannot be handed over is computed") == 1
+    assert told.count("blocks that cannot be handed over are computed") == 1
     assert str(stored.folder) in told
 
 
@@ -146,7 +146,7 @@ def test_a_file_that_cannot_be_read_is_computed_instead(
     files(stored)[1].unlink()
     files(stored)[1].mkdir()
     assert stored.load(TOKENS, 0, 4) == [BLOCKS[0]]
-    assert "what cannot be handed over is computed" in capsys.readouterr().err
+    assert "blocks that cannot be handed over are computed" in capsys.readouterr().err
 
 
 def test_a_folder_that_may_not_be_looked_into_is_done_without(
@@ -157,7 +157,7 @@ def test_a_folder_that_may_not_be_looked_into_is_done_without(
 
     monkeypatch.setattr(Path, "stat", stat)
     assert stored.lacking(TOKENS, 0, 4) == ()
-    assert "Permission denied; what cannot be handed over is computed" in capsys.readouterr().err
+    assert "Permission denied; blocks that cannot be handed over are computed" in capsys.readouterr().err
 
 
 def test_a_disk_that_is_full_leaves_nothing_half_written(

@@ -38,7 +38,7 @@ def test_qwens_rule_is_that_of_transformers(gguf_metadata: Metadata) -> None:
 
 def test_a_rule_that_is_missing_is_not_guessed(gguf_metadata: Metadata) -> None:
     del gguf_metadata["tokenizer.ggml.pre"]
-    with pytest.raises(ModelError, match=r"rule 'default'; known here are .* put the model's tokenizer.json"):
+    with pytest.raises(ModelError, match=r"rule 'default'; supported are .* put the model's tokenizer.json"):
         build_tokenizer(gguf_metadata)
 
 

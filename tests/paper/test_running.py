@@ -24,12 +24,14 @@ from minipaged.paper.running import (
     SIMULATION,
     Results,
     digest_of,
+    kept_figure,
     kept_figures,
     key_of,
     run_figure,
     run_jobs,
 )
 from minipaged.paper.serving import ServingResult, ServingSetup
+from minipaged.tiers.devices import CHECKOUT
 
 
 @dataclass(frozen=True)
@@ -334,6 +336,17 @@ def test_results_are_read_in_the_order_of_the_names_and_what_is_not_there_is_lef
         run_figure(figure, Results(tmp_path), quick=True, seed=0, processes=1, done=lambda job: None)
     assert list(kept_figures(tmp_path, ["beyond/one", "none", "small"])) == ["beyond/one", "small"]
     assert kept_figures(tmp_path / "nowhere", FIGURES) == {}
+
+
+def test_a_figure_of_a_checkout_counts_in_a_checkout_of_the_same_code_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "own_version", lambda: CHECKOUT)
+    made = run_figure(Small(), Results(tmp_path), quick=True, seed=0, processes=1, done=lambda job: None)
+    assert kept_figure(tmp_path, "small") == made
+    monkeypatch.setattr(running, "_digest_of_this", lambda: 64 * "0")
+    with pytest.raises(InvalidRequest, match=r"made by minipaged a checkout \(\w{12}\), and this is .* \(0{12}\)"):
+        kept_figure(tmp_path, "small")
 
 
 @pytest.mark.parametrize(

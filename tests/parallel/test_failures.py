@@ -177,7 +177,7 @@ def test_stages_go_on_after_all_requests_were_aborted(folder: Path, shared: Lend
 
 @thorough
 def test_a_rank_without_memory_says_so(shared: Lend) -> None:
-    said = r"num_blocks is \d+: .* more than there are; lower num_blocks.*\. What failed: \S"
+    said = r"num_blocks is \d+: .* more than the free memory; lower num_blocks.*\. What failed: \S"
     with pytest.raises(InvalidRequest, match=said):
         LLM(shared(), num_blocks=2**40, num_swap_blocks=0)
 
@@ -189,7 +189,7 @@ def test_one_rank_without_memory_is_enough(llm: LLM) -> None:
     most = process.memory_info().vms + (128 << 20)
     before = process.rlimit(psutil.RLIMIT_AS)
     process.rlimit(psutil.RLIMIT_AS, (most, before[1]))
-    with pytest.raises(InvalidRequest, match=r"num_blocks is 120000: .* more than there are"):
+    with pytest.raises(InvalidRequest, match=r"num_blocks is 120000: .* more than the free memory"):
         LLM(llm.loaded, num_blocks=120_000, num_swap_blocks=0)
     with suppress(psutil.NoSuchProcess):  # it may not have lived through it
         process.rlimit(psutil.RLIMIT_AS, before)

@@ -157,6 +157,6 @@ def test_blocks_on_gpus_are_as_large_as_the_largest_rank_s_and_on_the_host_as_al
     for device in ("cpu", "cuda"):
         cut = ParallelTier.over(FastTier.on("cpu", "float32"), 3, 1, worker_timeout=60)
         tier = replace(cut, device=device)
-        sizes[device] = tier.block_bytes(config, 4), tier.host_block_bytes(config, 4)
+        sizes[device] = tier.block_bytes(config, 4), tier.block_bytes(config, 4, on_host=True)
     assert config.num_key_value_heads == 2
     assert sizes == {"cpu": (3 * one_head, 3 * one_head), "cuda": (one_head, 3 * one_head)}

@@ -475,11 +475,11 @@ EVERYTHING = tuple(range(VOCAB))
             "allowed_token_ids, bad_words and min_tokens together rule out every token that the model allows; change "
             "allowed_token_ids, bad_words or min_tokens",
         ),
-        ({"repetition_penalty": 5e-324}, {"output_token_ids": [5]}, "repetition_penalty takes the logits beyond"),
+        ({"repetition_penalty": 5e-324}, {"output_token_ids": [5]}, "repetition_penalty makes the logits overflow"),
         (
             {"repetition_penalty": 5e-324, "allowed_token_ids": [5]},
             {"output_token_ids": [5]},
-            "repetition_penalty takes the logits beyond",
+            "repetition_penalty makes the logits overflow",
         ),
     ],
 )

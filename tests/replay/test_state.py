@@ -291,7 +291,7 @@ def state_of(*events: Event) -> State:
         (BlockDeduplicated(0, 1, 1, 3), "block 3 is not in the prefix cache"),
         (BlockEvicted(0), "block 0 has 2 holders"),
         (BlocksFreed(0, (0, 2)), r"sequence 0 holds blocks \[0, 1\], not \[0, 2\]"),
-        (PrefixReused(0, (0,), "cache"), "the table of sequence 0 begins already"),
+        (PrefixReused(0, (0,), "cache"), r"the table of sequence 0 already holds blocks \[0, 1\]"),
     ],
     ids=lambda value: value.name if isinstance(value, Event) else "",
 )

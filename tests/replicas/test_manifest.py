@@ -92,7 +92,9 @@ def test_arguments_are_written_as_options_are(tmp_path: Path) -> None:
     assert engine.keys() == {"num_blocks", "allocator", "kv_connector"}
     with pytest.raises(InvalidRequest, match=r"there is no file .*none\.py"):
         built(allocator="none.py:Mine")
-    with pytest.raises(InvalidRequest, match="kv_connector is 5; write it as after --kv-connector, or leave it out"):
+    with pytest.raises(
+        InvalidRequest, match="kv_connector is 5; write it as text, as after --kv-connector, or leave it out"
+    ):
         built(kv_connector=5)
 
 

@@ -247,7 +247,7 @@ def test_whole_characters_are_taken(server: Served, body: bytes) -> None:
         (b'{"prompt": nope}', "the body is not JSON: nope is no value of JSON (byte "),
         (
             b'{"prompt": "a\nb"}',
-            "the body is not JSON: a text in it has the control character \\u000a as it is (byte 13)",
+            "the body is not JSON: a text in it has the control character \\u000a unescaped (byte 13)",
         ),
         (b'{"prompt": "x"', "the body is not JSON: it ends too early"),
         (b"   ", "the body is not JSON: it ends too early"),

@@ -207,7 +207,7 @@ def test_where_all_are_served_the_next_is_refused_at_once_and_can_read_why(small
         wait_until(lambda: len(small.server.server_state.connections) < 3)
         assert small.get("/health").status_code == 200
         assert all(map(is_open, streams[1:]))
-    assert [("as many as there are files for" in line) for line in lines] == [True]
+    assert [("which is the limit by files (ulimit -n)" in line) for line in lines] == [True]
     small.check_nothing_is_left()
 
 
@@ -240,7 +240,7 @@ def test_where_the_system_has_no_more_files_it_tries_again_after_a_while(
             assert min(after - before for before, after in pairwise(tries)) > 0.05
             exhausted.accept = listening.accept
             assert waiting.recv(2**16).startswith(b"HTTP/1.1 200")
-    assert [line.startswith("no connection can be taken in: Too many open files") for line in lines][:1] == [True]
+    assert [line.startswith("no connection can be accepted: Too many open files") for line in lines][:1] == [True]
     assert len(lines) == 1
 
 

@@ -637,7 +637,7 @@ def test_the_chat_says_which_blocks_each_turn_shared(open_page: Callable[..., Op
     found = (length + said) // 16 * 16
     length += said + 2 + AROUND + len(second)  # an answer has an end and a new line behind it
     note = notes.nth(1).text_content()
-    assert f"Shared {found // 16} blocks with what was there before: {found} of {length} prompt tokens" in note
+    assert f"Shared {found // 16} blocks with earlier requests: {found} of {length} prompt tokens" in note
     assert f"(usage: {found} cached)" in note
     show = page.get_by_role("button", name="Show them")
     page.locator("#send").scroll_into_view_if_needed()
@@ -842,7 +842,7 @@ def check_seen(page: Any, block: str) -> None:
 def test_of_57_000_blocks_those_are_drawn_that_were_ever_used(open_page: Callable[..., Opened]) -> None:
     opened = open_page(45_816, num_swap_blocks=11_454, viewport=SCREENS["desktop"])
     page, blocks = opened.page, opened.page.get_by_role("slider", name="Device blocks")
-    assert page.locator("#device-rest").text_content() == "… 45,560 more blocks that nobody has had yet"
+    assert page.locator("#device-rest").text_content() == "… 45,560 more blocks not used yet"
     assert page.locator("#host-counts").text_content() == "Host memory: none of 11,454 blocks held"
     assert page.locator("#host").is_hidden()
     assert page.locator("#host-rest").is_hidden()

@@ -115,7 +115,8 @@ def check_texts(
     explain: Explain = lambda error: error,
 ) -> None:
     """SmolLM2 writes with the student's part what it writes without. Raises Failed."""
-    from minipaged.llm import LLM, LoadedModel
+    from minipaged.llm import LLM
+    from minipaged.setup.loaded_model import LoadedModel
 
     loaded = LoadedModel.load(bench.model, "reference")
     expected = texts(LLM(loaded, **CROWDED), bench.seed)

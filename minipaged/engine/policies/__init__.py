@@ -1,11 +1,12 @@
-"""Policies beside first come, first served: examples of the door, and useful ones.
+"""Policies other than first come, first served: useful ones, and examples of how to write your own.
 
-Each is the engine's own with another order of turns (`FirstComeFirstServed.turn`), and that one order decides all: who
-gets tokens first, who comes in first, and who makes room last. So what is said of the order of arrival holds of it too:
-nobody passes the first of those that wait, the first of those that run is never a victim, and so it ends some day.
+Each is the engine's own policy with another order of turns (`FirstComeFirstServed.turn`). That order decides
+everything: which request gets tokens first, which is admitted first, and which is preempted first (the last). So they
+keep the guarantees of the order of arrival: no request overtakes the first waiting one, and the first running one is
+never a victim, so it ends some day.
 
-An order in which somebody can be passed for ever would starve him. Here everybody has a place in one queue, given by
-arrival and moved back by so much and no more: it is passed only by those that arrive until then.
+An order in which a request can be overtaken for ever would starve it. In these policies every request has a place in
+one queue: its arrival, moved back by a fixed distance. Only requests that arrive within that distance can overtake it.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ POLICIES: dict[str, MakePolicy] = {
     "priority": PriorityFirst,
     "shortest-first": ShortestFirst,
 }
-"""By the names that `LLM` and the command line know them by."""
+"""The policies, by their names in `LLM` and on the command line."""
 
 
 def looks_at_priority(policy: Policy) -> bool:
-    """Whether it may make a difference to this policy: to one of somebody's own, for all that is known."""
+    """Whether priorities may make a difference to this policy; assumed of any policy that is not the engine's."""
     return type(policy) not in (FirstComeFirstServed, ShortestFirst)

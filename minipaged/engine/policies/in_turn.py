@@ -1,7 +1,7 @@
-"""Any order, and one that may depend on the time: whose turn it is says a function, given a request and the time.
+"""Any order of turns, which may also depend on the time: a function of a request and the time gives the turn.
 
-What the other policies here promise, this one cannot. If the order changes while requests wait, somebody may be passed
-for ever: that nobody is has to be the function's care.
+Unlike the other policies here, this one cannot promise that no request starves. If the order changes while requests
+wait, one may be overtaken for ever. The function has to prevent that.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.scheduling import RequestView
 
 Turn = float | tuple[float, ...]
-"""The smaller, the earlier; equals in order of arrival."""
+"""The smaller comes first; equals in order of arrival."""
 
 
 class InTurn(FirstComeFirstServed):
-    """`by(request, now)` says whose turn it is; `clock` is the engine's, by which `arrival_time` is told, too."""
+    """A policy in which `by(request, now)` is a request's turn. `clock`: the engine's clock, as for `arrival_time`."""
 
     def __init__(self, *settings: Any, by: Callable[[RequestView, float], Turn], clock: Callable[[], float]) -> None:
         super().__init__(*settings)
@@ -25,6 +25,6 @@ class InTurn(FirstComeFirstServed):
         self.clock = clock
 
     def turn(self, request: RequestView) -> tuple[float, ...]:
-        """As it is now."""
+        """The request's turn at this moment."""
         turn = self.by(request, self.clock())
         return (*turn, request.arrival) if isinstance(turn, tuple) else (turn, request.arrival)

@@ -1,7 +1,7 @@
-"""The shortest job first: many short ones need not wait for one that is long, and the mean wait is the shortest.
+"""The shortest job first: many short requests need not wait for a long one, and the mean wait is the shortest.
 
-That takes to know how long a job is. A trace does; a server does not, and goes by an estimate: here by `max_tokens`,
-the most that a request asks for, if it is not given a better one.
+This needs the length of a job in advance. A trace has it. A server has only an estimate: by default `max_tokens`, the
+most that a request asks for.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from minipaged.scheduling import RequestView
 
 
 def asked_for(request: RequestView) -> float:
-    """Tokens to generate, at most."""
+    """The most tokens that the request may generate."""
     return request.max_output_tokens
 
 
 class ShortestFirst(FirstComeFirstServed):
     """Each token that a request is expected to generate moves it back `PLACES` places in the order of arrival.
 
-    So it is passed only by those that arrive among the next `PLACES * estimate(request)`, however many come. `estimate`
-    has to say the same of a request each time it is asked.
+    So only requests among the next `PLACES * estimate(request)` arrivals can overtake it, however many come later.
+    `estimate` must return the same number for a request each time it is called.
     """
 
     PLACES = 1
@@ -32,5 +32,5 @@ class ShortestFirst(FirstComeFirstServed):
         self.estimate = estimate
 
     def turn(self, request: RequestView) -> tuple[float, ...]:
-        """Its place in the order of arrival, moved by its length."""
+        """The request's place in the order of arrival, moved by its length."""
         return request.arrival + self.PLACES * self.estimate(request), request.arrival

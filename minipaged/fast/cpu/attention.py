@@ -25,6 +25,7 @@ from minipaged.fast.cpu.bfloat16 import Array, array_at, as_array, float_of_bits
 from minipaged.fast.cpu.decode import TILE, add_values, score_tile
 from minipaged.fast.cpu.kernel_cache import inner, kernel, loop
 from minipaged.fast.cpu.vectors import LANES, number_type
+from minipaged.fast.kernels import Paged
 
 STEP = 4
 """Keys that are weighed at a time."""
@@ -101,25 +102,16 @@ The compiled loops spell out what NumPy has a word for: its searches, and assign
 checks, take numba seconds to compile, at whose end the first answer waits."""
 
 
-def paged_decode(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    tables: Tensor,
-    rows: Tensor,
-    context_lens: Tensor,
-    scale: float,
-    kv_scales: Tensor | None = None,
-) -> Tensor:
+def paged_decode(query: Tensor, paged: Paged, scale: float) -> Tensor:
     """See `minipaged.fast.kernels`."""
     out = torch.empty_like(query)
     _decode(
         as_array(query),
-        KernelPool.of(keys, values, kv_scales),
-        (tables.numpy(), rows.numpy(), context_lens.numpy()),
+        KernelPool.of(paged.keys, paged.values, paged.scales),
+        (paged.tables.numpy(), paged.rows.numpy(), paged.context_lens.numpy()),
         np.float32(scale),
         numba.get_num_threads(),
-        np.float32(0) if kv_scales is not None else pairs_or_floats(query.dtype, query.shape[2]),
+        np.float32(0) if paged.scales is not None else pairs_or_floats(query.dtype, query.shape[2]),
         as_array(out),
     )
     return out

@@ -33,7 +33,7 @@ from minipaged.fast.cpu.one_token import _run
 from minipaged.fast.cpu.prefill import _prefill, _read_heads
 from minipaged.fast.cpu.sampling import _draw
 from minipaged.fast.cpu.vectors import number_type
-from minipaged.fast.kernels import Layer
+from minipaged.fast.kernels import Layer, Paged
 
 ROOT = Path(__file__).parents[3]
 """Where minipaged lies."""
@@ -47,7 +47,7 @@ def prompts(dtype: torch.dtype, head_dim: int = HEAD_DIM) -> Iterator[None]:
     one = torch.zeros(1, dtype=torch.int32)
     query, (keys, values) = torch.zeros(2, 2, head_dim, dtype=dtype), torch.zeros(2, 1, 1, 4, head_dim, dtype=dtype)
     ends = torch.tensor([0, 2], dtype=torch.int32)
-    cpu.paged_prefill(query, keys, values, one[:, None], one, ends, one + 2, 1.0, max_query_len=2)
+    cpu.paged_prefill(query, Paged(keys, values, one[:, None], one, one + 2), ends, 1.0, max_query_len=2)
     yield
 
 
@@ -55,7 +55,7 @@ def decoding(dtype: torch.dtype, head_dim: int = HEAD_DIM) -> Iterator[None]:
     """Compiles attention for decoding."""
     one = torch.zeros(1, dtype=torch.int32)
     query, (keys, values) = torch.zeros(1, 2, head_dim, dtype=dtype), torch.zeros(2, 1, 1, 4, head_dim, dtype=dtype)
-    cpu.paged_decode(query, keys, values, one[:, None], one, one + 1, 1.0)
+    cpu.paged_decode(query, Paged(keys, values, one[:, None], one, one + 1), 1.0)
     yield
 
 

@@ -41,6 +41,7 @@ from minipaged.fast.cpu.attention import KINDS, LOWEST, SCALE_BYTES, STEP, Kerne
 from minipaged.fast.cpu.bfloat16 import array_at, as_array, narrow, widen
 from minipaged.fast.cpu.kernel_cache import inner, kernel
 from minipaged.fast.cpu.vectors import BITS8, BITS32, BITS64, FLOATS, INTEGERS, LANES, PAIRS, Vectors, number_type
+from minipaged.fast.kernels import Paged
 
 VECTORS = 3
 ROWS = LANES * VECTORS
@@ -57,77 +58,45 @@ KEY_TILE = 1024
 scores fit the cache."""
 
 
-def paged_prefill(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    tables: Tensor,
-    rows: Tensor,
-    query_start: Tensor,
-    context_lens: Tensor,
-    scale: float,
-    kv_scales: Tensor | None = None,
-    *,
-    max_query_len: int,
-) -> Tensor:
+def paged_prefill(query: Tensor, paged: Paged, query_start: Tensor, scale: float, *, max_query_len: int) -> Tensor:
     """See `minipaged.fast.kernels`. The sequences with one query are left to `paged_decode`."""
     out = torch.empty_like(query)
     single = np.flatnonzero(np.diff(query_start.numpy()) == 1)  # [sequences with one query]
     if len(single):
         tokens = query_start[single].long()
-        lengths = context_lens[single]
-        out[tokens] = paged_decode(query[tokens], keys, values, tables, rows[single], lengths, scale, kv_scales)
+        one_query = paged._replace(rows=paged.rows[single], context_lens=paged.context_lens[single])
+        out[tokens] = paged_decode(query[tokens], one_query, scale)
     if max_query_len > 1:
-        number = number_type(query.dtype if kv_scales is None and query.shape[2] % 2 == 0 else torch.float32)
+        number = number_type(query.dtype if paged.scales is None and query.shape[2] % 2 == 0 else torch.float32)
         if number is None:
-            _prefill_by_library(query, keys, values, tables, rows, query_start, context_lens, scale, kv_scales, out)
+            _prefill_by_library(query, paged, query_start, scale, out)
             return out
-        pool = KernelPool.of(keys, values, kv_scales)
-        where = tables.numpy(), rows.numpy(), query_start.numpy(), context_lens.numpy()
+        pool = KernelPool.of(paged.keys, paged.values, paged.scales)
+        where = paged.tables.numpy(), paged.rows.numpy(), query_start.numpy(), paged.context_lens.numpy()
         num_threads = numba.get_num_threads()
         _prefill(as_array(query), pool, where, np.float32(scale), num_threads, number, as_array(out))
     return out
 
 
-def _prefill_by_library(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    tables: Tensor,
-    rows: Tensor,
-    query_start: Tensor,
-    context_lens: Tensor,
-    scale: float,
-    kv_scales: Tensor | None,
-    out: Tensor,
-) -> None:
+def _prefill_by_library(query: Tensor, paged: Paged, query_start: Tensor, scale: float, out: Tensor) -> None:
     """Without such instructions the products are the library's, in float32: keys and values are gathered KEY_TILE at a
     time, and the online softmax runs over those tiles."""
     query_lens = query_start[1:] - query_start[:-1]  # [seqs]
     for s in torch.nonzero(query_lens > 1)[:, 0].tolist():
-        begin, end, context_len = int(query_start[s]), int(query_start[s + 1]), int(context_lens[s])
-        num_blocks = -(-context_len // keys.shape[2])
-        blocks = tables[int(rows[s]), :num_blocks]
+        begin, end, context_len = int(query_start[s]), int(query_start[s + 1]), int(paged.context_lens[s])
+        num_blocks = -(-context_len // paged.keys.shape[2])
+        blocks = paged.tables[int(paged.rows[s]), :num_blocks]
         for tile in range(begin, end, QUERY_TILE):
             stop = min(end, tile + QUERY_TILE)
             out[tile:stop] = _prefill_tile(
-                query[tile:stop], keys, values, kv_scales, blocks, context_len - (end - tile), context_len, scale
+                query[tile:stop], paged, blocks, context_len - (end - tile), context_len, scale
             )
 
 
-def _prefill_tile(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    kv_scales: Tensor | None,
-    blocks: Tensor,
-    first: int,
-    context_len: int,
-    scale: float,
-) -> Tensor:
+def _prefill_tile(query: Tensor, paged: Paged, blocks: Tensor, first: int, context_len: int, scale: float) -> Tensor:
     """Up to QUERY_TILE queries [T, heads, head_dim] of one sequence, the first of them at position `first`."""
     T, heads, head_dim = query.shape
-    kv_heads, block_size = keys.shape[1], keys.shape[2]
+    kv_heads, block_size = paged.keys.shape[1:3]
     group = heads // kv_heads
     q = query.float().mul_(scale) if query.dtype != torch.float32 else query * scale
     q = q.view(T, kv_heads, group, head_dim).permute(1, 0, 2, 3).reshape(kv_heads, T * group, head_dim)
@@ -137,12 +106,12 @@ def _prefill_tile(
     o = torch.zeros(kv_heads, T * group, head_dim)
     seen = min(context_len, first + T)  # keys past it lie after every query
     step = max(1, KEY_TILE // block_size)  # blocks of a tile
-    key_scales, value_scales = (None, None) if kv_scales is None else kv_scales.unbind(1)
+    key_scales, value_scales = (None, None) if paged.scales is None else paged.scales.unbind(1)
     like = as_array(query)
     for j in range(0, -(-seen // block_size), step):
         start, stop = j * block_size, min((j + step) * block_size, seen)
-        K = _gather(keys, key_scales, blocks[j : j + step], stop - start, like)  # [kv_heads, keys, head_dim]
-        V = _gather(values, value_scales, blocks[j : j + step], stop - start, like)  # [kv_heads, keys, head_dim]
+        K = _gather(paged.keys, key_scales, blocks[j : j + step], stop - start, like)  # [kv_heads, keys, head_dim]
+        V = _gather(paged.values, value_scales, blocks[j : j + step], stop - start, like)  # [kv_heads, keys, head_dim]
         scores = q @ K.mT  # [kv_heads, T * group, keys]
         if stop > first + 1:  # the first query, at least, must not see all of them
             scores.masked_fill_(torch.arange(start, stop) > position[:, None], -torch.inf)

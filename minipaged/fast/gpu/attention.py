@@ -48,6 +48,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minipaged.fast.device import is_gpu
+from minipaged.fast.kernels import Paged
 
 MIN_ROWS = tl.constexpr(16)
 """The tensor cores multiply 16 rows at a time: fewer are padded."""
@@ -80,21 +81,13 @@ LOG2_E = math.log2(math.e)
 # --- Decode ----------------------------------------------------------------------------------------
 
 
-def paged_decode(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    tables: Tensor,
-    rows: Tensor,
-    context_lens: Tensor,
-    scale: float,
-    kv_scales: Tensor | None = None,
-) -> Tensor:
+def paged_decode(query: Tensor, paged: Paged, scale: float) -> Tensor:
     """See `minipaged.fast.kernels`. Queries may be strided by token and by head.
 
     Raises ValueError for shapes or strides that do not fit. What it allocates depends on shapes alone, so that a CUDA
     graph can record it.
     """
+    keys, values, tables, rows, context_lens, kv_scales = paged
     seqs, heads, head_dim = query.shape
     group = _check(query, keys, values, kv_scales, scale)
     kv_heads = keys.shape[1]
@@ -304,23 +297,12 @@ def _reduce_kernel(
 # --- Prefill ---------------------------------------------------------------------------------------
 
 
-def paged_prefill(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    tables: Tensor,
-    rows: Tensor,
-    query_start: Tensor,
-    context_lens: Tensor,
-    scale: float,
-    kv_scales: Tensor | None = None,
-    *,
-    max_query_len: int,
-) -> Tensor:
+def paged_prefill(query: Tensor, paged: Paged, query_start: Tensor, scale: float, *, max_query_len: int) -> Tensor:
     """See `minipaged.fast.kernels`. Queries may be strided by token and by head.
 
     Raises ValueError for shapes or strides that do not fit.
     """
+    keys, values, tables, rows, context_lens, kv_scales = paged
     tokens, _, head_dim = query.shape
     group = _check(query, keys, values, kv_scales, scale)
     seqs = len(context_lens)

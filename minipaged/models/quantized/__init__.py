@@ -1,6 +1,6 @@
-"""Quantized weights: which format a checkpoint has, by its `quantization_config`. What is not read is refused by name.
+"""Quantized weights: choose the format of a checkpoint by its `quantization_config`. Unsupported ones raise ModelError.
 
-`stored.py` is what a matrix is once it has been read; each other file is how one family of tools writes it.
+`stored.py` defines quantized matrices in memory; each other file reads the format of one family of tools.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ NAMES_OF_TOOLS = {
     ".weight_scale_inv": "FP8 (in blocks)",
     ".weight_scale": "FP8 or compressed-tensors",
 }
-"""What only their tensors are called behind a module's name; the first that is found says most."""
+"""Suffixes of tensor names that only these tools write. The most specific ones come first."""
 
 
 def check_unquantized(names: Collection[str]) -> None:
-    """Raise ModelError if tensors are called as only a quantized checkpoint's are."""
+    """Raise ModelError if `names` contain a tensor that only quantized checkpoints have."""
     for part, tool in NAMES_OF_TOOLS.items():
         if found := sorted(name for name in names if name.endswith(part)):
             raise ModelError(
@@ -45,13 +45,13 @@ def check_unquantized(names: Collection[str]) -> None:
 
 
 def formats_of(config: Mapping[str, Any]) -> Formats:
-    """How the modules of a checkpoint with this `quantization_config` are stored.
+    """The formats of the modules in a checkpoint with this `quantization_config`.
 
-    Raises ModelError for a method, or a variant of one, that is not read.
+    Raises ModelError for a method, or a variant of one, that is not supported.
     """
     try:
         return _formats_of(config)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # a value of another kind than it has to be
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # a value of the wrong type
         raise ModelError(f"quantization_config is damaged ({type(error).__name__}: {error}); {WAY_OUT}") from None
 
 
@@ -59,7 +59,7 @@ def _formats_of(config: Mapping[str, Any]) -> Formats:
     method = config.get("quant_method")
     if method is None and "w_bit" in config:  # AutoAWQ's own file
         method = "awq"
-    if method is None and "bits" in config:  # AutoGPTQ's
+    if method is None and "bits" in config:  # AutoGPTQ's own file
         method = "gptq"
     match method:
         case "gptq":
@@ -74,4 +74,4 @@ def _formats_of(config: Mapping[str, Any]) -> Formats:
             return BitsAndBytesFormats(config)
         case "gguf":
             return GGUFFormats(config)
-    raise ModelError(f"quantization_config: quant_method = {method!r} is not read; {WAY_OUT}")
+    raise ModelError(f"quantization_config: quant_method = {method!r} is not supported; {WAY_OUT}")

@@ -1,4 +1,4 @@
-"""AWQ, version "gemm": 4 bits packed along the outputs, eight to a word of 32 bits (AutoAWQ, GPTQModel).
+"""AWQ, version "gemm": 4-bit codes packed along the outputs, eight in each 32-bit word (AutoAWQ, GPTQModel).
 
     qweight   int32 [in, out / 8]
     qzeros    int32 [groups, out / 8]
@@ -6,9 +6,9 @@
 
     w = (q - z) * s
 
-A word's eight codes are those of outputs 8c + 0, 2, 4, 6, 1, 3, 5, 7, in this order from the lowest bits on: the order
-in which AutoAWQ's kernel on a GPU takes them apart. What AWQ does to the weights beforehand (scaling each input of a
-matrix, and dividing what comes before it by the same) is in the norms and the matrices already.
+From the lowest bits on, the eight codes of a word belong to outputs 8c + 0, 2, 4, 6, 1, 3, 5, 7: the order in which
+AutoAWQ's GPU kernel unpacks them. AWQ also scales each input of a matrix, and divides the preceding norm or matrix by
+the same factor; the stored weights already include that.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from minipaged.models.quantized.format import (
 from minipaged.models.quantized.stored import Array, Grouped, StoredMatrix, pack
 
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a word the codes of eight outputs stand, in the outputs' order."""
+"""The position in a word of each of eight neighbouring outputs."""
 
 
 class AWQ(Format):
-    """The settings, which are the same for all modules."""
+    """The AWQ format with one checkpoint's settings, which are the same for all modules."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         version = str(config.get("version", config.get("checkpoint_format", "gemm"))).lower()
         if version != "gemm" or config.get("backend") == "llm-awq":  # other backends are kernels for the same layout
             layout = f"version {version!r}" if version != "gemm" else "backend 'llm-awq'"
             raise ModelError(
-                f"quantization_config: AWQ of {layout} packs its numbers in another order and is not read; "
-                "use a checkpoint of version 'gemm', which most are"
+                f"quantization_config: AWQ of {layout} packs its numbers in a different order and is not supported; "
+                "use a checkpoint of version 'gemm', the most common one"
             )
         setting({"bits": config.get("bits", config.get("w_bit"))}, "bits", (4,))
         key = "group_size" if "group_size" in config else "q_group_size"
@@ -55,7 +55,7 @@ class AWQ(Format):
     def parts(self, shape: tuple[int, int]) -> dict[str, TensorSpec]:
         outputs, inputs = shape
         if outputs % 8:
-            raise ModelError(f"a matrix of {outputs} x {inputs} does not fill words of 32 bits with 8 outputs each")
+            raise ModelError(f"a matrix of {outputs} x {inputs} does not fill 32-bit words with 8 outputs each")
         groups = divided(inputs, self.group_size or inputs)
         return {
             ".qweight": TensorSpec(("I32",), ((inputs, outputs // 8),)),
@@ -83,14 +83,14 @@ class AWQ(Format):
 
 
 def _field(words: Array, output: int) -> Array:
-    """[rows, out / 8] int32 -> the codes of each eighth output: [out / 8, rows] uint8."""
+    """Words [rows, out / 8] int32 -> the codes of every eighth output, from `output` on: [out / 8, rows] uint8."""
     byte, is_upper = divmod(PLACES[output], 2)
     pairs = words.view(np.uint8)[:, byte::4]  # [rows, out / 8]: one byte of each word
     return np.ascontiguousarray((pairs >> np.uint8(4) if is_upper else pairs & np.uint8(15)).T)
 
 
 class AWQFormats(Formats):
-    """All modules, but for those that are stored as they are."""
+    """AWQ for all modules, except those with an unquantized weight."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.plain = AWQ(config)

@@ -1,14 +1,15 @@
-"""bitsandbytes' NF4 (and FP4): 4 bits each, the place in a table of 16 values, with a scale for each 64 weights.
+"""bitsandbytes' NF4 (and FP4): 4-bit codes, which index a table of 16 values, with a scale for every 64 weights.
 
-    weight                                    uint8 [out * in / 2, 1]    two weights a byte, the first in the upper half
+    weight                                    uint8 [out * in / 2, 1]    2 weights per byte, the first in the upper half
     weight.absmax                             float32 [blocks]
     weight.quant_map                          float32 [16]               the table
     weight.quant_state.bitsandbytes__nf4      uint8, a JSON text         shape, blocksize, dtype
 
     w = table[q] * absmax of its block
 
-Blocks run through the matrix row by row. With double quantization the scales are quantized too: absmax is uint8 then,
-the place in `nested_quant_map` [256], times `nested_absmax` of its block of 256 scales, plus an offset for all.
+Blocks run through the matrix row by row. With double quantization the scales are quantized too: absmax is then a uint8
+index into `nested_quant_map` [256]. The scale is the value there, times `nested_absmax` of its block of 256 scales,
+plus one offset for the whole matrix.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ BLOCK, NESTED_BLOCK = 64, 256
 
 
 class NF4(Format):
-    """The settings, which are the same for all modules."""
+    """The NF4 or FP4 format with one checkpoint's settings, which are the same for all modules."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         if config.get("load_in_8bit") or not config.get("load_in_4bit"):
             raise ModelError(
-                "quantization_config: bitsandbytes' LLM.int8() is not read; use a checkpoint in 4 bits (NF4), "
-                "or the original"
+                "quantization_config: bitsandbytes' LLM.int8() is not supported; use a 4-bit checkpoint (NF4), or the "
+                "original"
             )
         kind: str = setting(config, "bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
         setting(config, "bnb_4bit_quant_storage", ("uint8",), "uint8")
@@ -74,10 +75,10 @@ class NF4(Format):
             levels = tensors[".weight.nested_quant_map"].values[scales]  # [blocks]
             levels *= np.repeat(tensors[".weight.nested_absmax"].values, NESTED_BLOCK)[: len(scales)]
             scales = levels + np.float32(state["nested_offset"])
-        group = math.gcd(inputs, BLOCK)  # a block may run over into the next row, a group may not
+        group = math.gcd(inputs, BLOCK)  # a block may extend into the next row, but a group may not
         first = np.arange(0, outputs * inputs, group) // BLOCK  # the block of each group
         codes = _swapped(tensors[".weight"].values.reshape(1, -1))  # [1, bytes]
-        if inputs % 2:  # and so may a byte
+        if inputs % 2:  # a byte may also extend into the next row
             codes = pack(unpack(codes, 4, outputs * inputs).reshape(shape), 4)
         return Codebook4(
             shape=shape,
@@ -89,7 +90,7 @@ class NF4(Format):
         )
 
     def _state(self, text: Array, shape: tuple[int, int]) -> dict[str, Any]:
-        """What the JSON text says, checked."""
+        """The settings in the JSON text, checked."""
         try:
             state = json.loads(text.tobytes())
             found = (tuple(state["shape"]), state["blocksize"], state["dtype"])
@@ -106,14 +107,14 @@ class NF4(Format):
 
 
 def _swapped(codes: Array) -> Array:
-    """Bytes with their halves exchanged."""
+    """The bytes with their halves swapped."""
     swapped: Array = codes << np.uint8(4)
     swapped |= codes >> np.uint8(4)
     return swapped
 
 
 class BitsAndBytesFormats(Formats):
-    """All modules, but for those that are stored as they are."""
+    """NF4 or FP4 for all modules, except those with an unquantized weight."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.plain = NF4(config)

@@ -1,17 +1,17 @@
-"""compressed-tensors: what llm-compressor writes, and vLLM reads first. One container for many layouts.
+"""compressed-tensors: the format of llm-compressor and vLLM. It is one container for several layouts.
 
-    pack-quantized         weight_packed      int32 [out, words]     codes of 2 to 8 bits, one stream for each row
+    pack-quantized         weight_packed      int32 [out, words]     codes of 2 to 8 bits, one stream per row
     int-quantized          weight             int8 [out, in]
     float-quantized        weight             F8_E4M3 [out, in]
-    nvfp4-pack-quantized   weight_packed      uint8 [out, in / 2]    two of a 4-bit float's codes a byte, low half first
-    mxfp4-pack-quantized   the same, with powers of 2 for scales
+    nvfp4-pack-quantized   weight_packed      uint8 [out, in / 2]    two 4-bit floats per byte, the low half first
+    mxfp4-pack-quantized   like nvfp4, but the scales are powers of 2
 
-    weight_scale [out, groups] or [out, 1] or [1] or [blocks, blocks]; weight_zero_point where not symmetric
+    weight_scale [out, groups] or [out, 1] or [1] or [blocks, blocks]; weight_zero_point if not symmetric
 
-Packed codes, and packed zero points, are the whole numbers plus half the range. The config sorts modules into groups by
-their names, by regular expressions ("re:..."), or by their class ("Linear"), each with settings of its own; `ignore`
-names those that are stored as they are. A group may say that the inputs are quantized as well, anew for each token or
-by a scale from calibration (`input_scale`).
+Packed codes and packed zero points are whole numbers plus half the range. The config assigns modules to groups by name,
+by regular expression ("re:...") or by class ("Linear"), and each group has its own settings. `ignore` names the modules
+that are not quantized. A group may also quantize the inputs, either with a new scale for each token or with one scale
+from calibration (`input_scale`).
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ from minipaged.models.quantized.stored import (
 )
 
 E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
-"""What the lower 3 bits of a 4-bit float's code mean; the upper bit is the sign."""
+"""The value of each code of the lower 3 bits in a 4-bit float. The upper bit is the sign."""
 
 WEIGHTS = "quantization_config: config_groups"
 
 
 class CompressedTensors(Format):
-    """One group's settings."""
+    """The format of one group of modules, with the group's settings."""
 
     def __init__(self, group: Mapping[str, Any], layout: str) -> None:
         weights = group["weights"]
         self.layout: str = setting({"format": group.get("format") or layout}, "format", tuple(LAYOUTS))
         self.bits: int = setting(weights, "num_bits", LAYOUTS[self.layout])
         whole = self.layout in ("pack-quantized", "int-quantized")
-        if self.layout == "naive-quantized":  # as the type says
+        if self.layout == "naive-quantized":  # either of two layouts, depending on the type
             whole = weights.get("type") == "int"
             self.layout = "int-quantized" if whole else "float-quantized"
         setting(weights, "type", ("int",) if whole else ("float",))
@@ -77,12 +77,14 @@ class CompressedTensors(Format):
         if self.strategy == "block":
             self.block = _block(weights)
         if group.get("output_activations"):
-            raise ModelError(f"{WEIGHTS}: quantized outputs are not read; use a checkpoint without output_activations")
+            raise ModelError(
+                f"{WEIGHTS}: quantized outputs are not supported; use a checkpoint without output_activations"
+            )
         self.inputs = _activations(group.get("input_activations"))
         self.name = f"compressed-tensors, {self.layout}, {self.bits} bits, one scale a {self.strategy}"
 
     def block_of(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Outputs and inputs that share a scale."""
+        """The number of outputs and of inputs that share a scale."""
         outputs, inputs = shape
         match self.strategy:
             case "tensor":
@@ -118,7 +120,7 @@ class CompressedTensors(Format):
             parts[".weight_scale"] = TensorSpec(FLOATS, scales)
         else:
             if inputs % along:
-                raise ModelError(f"a matrix of {outputs} x {inputs} is no whole number of groups of {along} inputs")
+                raise ModelError(f"a matrix of {outputs} x {inputs} does not divide into groups of {along} inputs")
             nvfp4 = self.layout.startswith("nvfp4")
             parts[".weight_packed"] = TensorSpec(("U8",), ((outputs, inputs // 2),))
             parts[".weight_scale"] = TensorSpec(("F8_E4M3",) if nvfp4 else ("U8", "F8_E8M0"), scales)
@@ -141,7 +143,7 @@ class CompressedTensors(Format):
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether the inputs' scale is in the checkpoint."""
+        """Whether the checkpoint contains the inputs' scale."""
         return self.inputs is not None and self.inputs.scale is not None
 
     def _calibrated(self, tensors: Mapping[str, Tensor]) -> Activations | None:
@@ -171,12 +173,12 @@ class CompressedTensors(Format):
             codes = _unsigned(tensors[".weight"].values)
             if not self.symmetric:
                 zeros = _unsigned(tensors[".weight_zero_point"].values).reshape(scales.shape)
-        if across > 1:  # each output is given its own
+        if across > 1:  # repeat the scales and zeros of a block for each output
             block = np.arange(outputs) // across
             scales = scales[block]
             zeros = zeros if isinstance(zeros, int) else zeros[block]
         index = None
-        if ".weight_g_idx" in tensors and (tensors[".weight_g_idx"].values >= 0).all():  # -1: in order
+        if ".weight_g_idx" in tensors and (tensors[".weight_g_idx"].values >= 0).all():  # -1: groups are in order
             index = tensors[".weight_g_idx"].values.astype(np.int32)
             if index.max() >= scales.shape[1]:
                 raise ModelError(f".weight_g_idx names group {index.max()}; there are 0 to {scales.shape[1] - 1}")
@@ -238,7 +240,7 @@ LAYOUTS: dict[str, tuple[int, ...]] = {
     "nvfp4-pack-quantized": (4,),
     "mxfp4-pack-quantized": (4,),
 }
-"""The layouts that are read, and of how many bits."""
+"""The supported layouts, each with the supported numbers of bits."""
 
 
 def _check_shape(tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> None:
@@ -247,7 +249,7 @@ def _check_shape(tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> None:
 
 
 def _unsigned(values: Array) -> Array:
-    """int8 -> uint8, with 128 for 0."""
+    """Convert int8 to uint8 by adding 128."""
     return values.view(np.uint8) ^ np.uint8(128)
 
 
@@ -259,7 +261,7 @@ def _block(weights: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _activations(config: Mapping[str, Any] | None) -> Activations | None:
-    """How the inputs are quantized. A scale of 1 stands for one that the checkpoint has."""
+    """The quantization of the inputs. Its scale is a placeholder of 1 if the checkpoint contains the actual one."""
     if not config:
         return None
     setting(config, "num_bits", (8,))
@@ -269,25 +271,25 @@ def _activations(config: Mapping[str, Any] | None) -> Activations | None:
     if not setting(config, "dynamic", (True, False), False):
         setting(config, "strategy", ("tensor",))
         return Activations(kind, symmetric=symmetric, scale=1.0)
-    # A scale for a whole batch would make what one request gets depend on the others.
+    # With one scale for a whole batch, the result of a request would depend on the other requests.
     strategy: str = setting(config, "strategy", ("token", "group"))
     return Activations(kind, group_size_of(config) if strategy == "group" else None, symmetric)
 
 
 class CompressedTensorsFormats(Formats):
-    """Modules by their groups."""
+    """The format of each module, by the group it belongs to."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         for key in ("transform_config", "sparsity_config"):
             if (config.get(key) or {}).get("format", config.get(key) or "dense") != "dense":
-                raise ModelError(f"quantization_config: {key} is not read; use a checkpoint without it")
+                raise ModelError(f"quantization_config: {key} is not supported; use a checkpoint without it")
         self.ignore = _patterns(config, "ignore")
         self.groups: list[tuple[list[re.Pattern[str]], Format]] = []
         for name, group in (config.get("config_groups") or {}).items():
             if not isinstance(group, dict):
                 raise ModelError(f"{WEIGHTS}: {name} reads {group!r}")
             if not group.get("weights"):
-                raise ModelError(f"{WEIGHTS}: {name} quantizes no weights, and is not read; use the original model")
+                raise ModelError(f"{WEIGHTS}: {name} quantizes no weights; use the original model")
             layout = str(config.get("format", "dense"))
             self.groups.append((_patterns(group, "targets"), CompressedTensors(group, layout)))
         if kv_cache := config.get("kv_cache_scheme"):
@@ -295,7 +297,7 @@ class CompressedTensorsFormats(Formats):
             setting(kv_cache, "strategy", ("tensor", "attn_head"))
             setting(kv_cache, "symmetric", (True,), True)
             type_ = setting(kv_cache, "type", ("int", "float"), "int")
-            # Dynamic ones are in no file: whoever wants them asks for them, whatever the checkpoint is.
+            # Dynamic scales are in no file: any checkpoint can have them, if the user sets kv_cache_dtype.
             if not setting(kv_cache, "dynamic", (True, False), False):
                 self.kv_cache_dtype = "int8" if type_ == "int" else "fp8"
 
@@ -311,7 +313,7 @@ class CompressedTensorsFormats(Formats):
 
 
 def _patterns(config: Mapping[str, Any], key: str) -> list[re.Pattern[str]]:
-    """Names, or regular expressions behind "re:", as expressions that match them."""
+    """Regular expressions for the entries of `config[key]`: plain names, or expressions with the prefix "re:"."""
     names = config.get(key) or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ModelError(f"quantization_config: {key} = {names!r}; expected a list of names")

@@ -1,7 +1,7 @@
-"""What a format of quantized weights has to say: which tensors hold one matrix, and how they make it up.
+"""The interface of a quantization format: the tensors that hold one matrix, and how to combine them.
 
-`loading.py` asks, checks that the tensors are there with the shapes and types named, reads them, and hands them back.
-So each format's file has its own arithmetic in it, and no reading.
+`loading.py` gets the list of tensors from the format, checks their shapes and dtypes, reads them, and passes them back
+to the format. Each format's file therefore contains only the format's arithmetic and no file access.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What one tensor of a matrix has to be."""
+    """The requirements for one tensor of a matrix."""
 
     dtypes: tuple[str, ...]
-    """Safetensors' names: "I32", ..."""
+    """The allowed dtypes by safetensors' names: "I32", ..."""
     shapes: tuple[Shape, ...]
-    """Any of these."""
+    """The allowed shapes. Empty: any shape."""
     required: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor, read."""
+    """One tensor that was read from a checkpoint."""
 
     values: Array
-    """BF16 as float32, floats of 8 bits as their bits in uint8."""
+    """The tensor's elements: BF16 as float32, 8-bit floats as their bits in uint8."""
     dtype: str
-    """As it was stored."""
+    """The dtype in the checkpoint, by safetensors' name."""
 
     @property
     def rounding(self) -> Rounding:
@@ -49,35 +49,35 @@ class Tensor:
 
 
 class Format(ABC):
-    """How the matrices of one checkpoint, or of some of its modules, are stored."""
+    """The storage format of all matrices in a checkpoint, or of some modules' matrices."""
 
     name: str
-    """As an error has it: "GPTQ, 4 bits, groups of 128"."""
+    """The format's name in error messages: "GPTQ, 4 bits, groups of 128"."""
 
     @abstractmethod
     def parts(self, shape: tuple[int, int]) -> dict[str, TensorSpec]:
-        """The tensors that hold a matrix [out, in], by what stands behind the module's name: ".qweight", ...
+        """The tensors that hold a matrix [out, in], by the suffix after the module's name: ".qweight", ...
 
-        Raises ModelError for a shape that the format cannot hold.
+        Raises ModelError for a shape that the format cannot store.
         """
 
     @abstractmethod
     def matrix(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> StoredMatrix:
-        """The matrix, from those of its parts that are there. Raises ModelError, beginning with a part's name, for
-        contents that cannot be."""
+        """The matrix that the parts in `tensors` hold; optional parts may be missing. Raises ModelError for invalid
+        contents, with a message that begins with the part's name."""
 
 
 class Formats(ABC):
-    """Which module of a checkpoint is stored how."""
+    """The formats of all modules in a checkpoint."""
 
     kv_cache_dtype: str = "auto"
-    """"int8" or "fp8" where the checkpoint has scales with which keys and values are to be rounded."""
+    """"int8" or "fp8" if the checkpoint has scales for storing keys and values in that type."""
 
     @abstractmethod
     def of(self, module: str, dtypes: Mapping[str, str]) -> Format | None:
-        """The format of a module ("model.layers.0.mlp.up_proj"), or None: its weight is stored as it is.
+        """The format of a module ("model.layers.0.mlp.up_proj"), or None if its weight is not quantized.
 
-        `dtypes`: of all tensors in the checkpoint, by name.
+        `dtypes`: the dtypes of all tensors in the checkpoint, by name.
         """
 
 
@@ -85,17 +85,17 @@ Value = TypeVar("Value")
 
 
 def setting(config: Mapping[str, Any], key: str, known: tuple[Value, ...], default: Value | None = None) -> Value:
-    """`config[key]`, which has to be one of `known`."""
+    """Return `config[key]`. Raises ModelError unless it is one of `known`."""
     value = config.get(key, default)
     if value not in known or isinstance(value, bool) != isinstance(known[0], bool):
         raise ModelError(
-            f"quantization_config: {key} = {value!r} is not read; supported are {', '.join(map(repr, known))}"
+            f"quantization_config: {key} = {value!r} is not supported; use one of {', '.join(map(repr, known))}"
         )
     return next(each for each in known if each == value)
 
 
 def group_size_of(config: Mapping[str, Any], key: str = "group_size", default: int | None = None) -> int | None:
-    """Inputs of a group; None (written as -1 or null): all of a row."""
+    """The number of inputs in a group. None, written as -1 or null, means the whole row."""
     value = config.get(key, default)
     if value in (-1, None):
         return None
@@ -105,27 +105,27 @@ def group_size_of(config: Mapping[str, Any], key: str = "group_size", default: i
 
 
 def pattern_of(text: str) -> re.Pattern[str]:
-    """A regular expression, which has to be one."""
+    """Compile a regular expression. Raises ModelError if it is invalid."""
     try:
         return re.compile(text)
     except re.error as error:
-        raise ModelError(f"quantization_config: {text!r} is no regular expression ({error})") from None
+        raise ModelError(f"quantization_config: {text!r} is not a regular expression ({error})") from None
 
 
 def divided(count: int, size: int) -> int:
-    """How many parts of `size` it takes to hold `count`."""
+    """The number of parts of `size` that hold `count`: the quotient, rounded up."""
     return -(-count // size)
 
 
 def check_finite(tensors: Mapping[str, Tensor], *names: str) -> None:
-    """Scales have to be numbers: one that is none would make all logits none."""
+    """Raise ModelError if a scale is infinite or NaN: it would make all logits NaN."""
     for name in names:
         if name in tensors and not np.isfinite(tensors[name].values).all():
-            raise ModelError(f"{name} holds numbers that are infinite or none at all")
+            raise ModelError(f"{name} holds values that are infinite or NaN")
 
 
 def check_float8(tensors: Mapping[str, Tensor], name: str) -> None:
-    """The same for floats of 8 bits, of which two codes are no numbers."""
+    """Raise ModelError if an 8-bit float has one of the two codes for NaN."""
     codes = tensors[name].values
     if (codes == 0x7F).any() or (codes == 0xFF).any():
-        raise ModelError(f"{name} holds numbers that are infinite or none at all")
+        raise ModelError(f"{name} holds values that are infinite or NaN")

@@ -1,13 +1,14 @@
-"""FP8: floats of 8 bits with a scale for each block of 128 x 128 (DeepSeek's, in transformers and vLLM).
+"""FP8: 8-bit floats with a scale for each block of 128 x 128 (DeepSeek's format, in transformers and vLLM).
 
     weight             F8_E4M3 [out, in]
     weight_scale_inv   float32 or F8_E8M0 [blocks of outputs, blocks of inputs]    the last blocks may be smaller
 
     w = value of q * s
 
-Despite its name the scale is multiplied by. (GPTQModel writes files in which the name is meant; they say so, with
+Despite its name, `weight_scale_inv` is a factor. (In GPTQModel's files it is a divisor, and the config says so with
 `weight_scale_semantics: "inverse"`.) Without blocks there is one `weight_scale` for the matrix. The inputs are
-quantized as well, each token for itself: in groups as wide as a block, or as a whole; or with a scale from calibration.
+quantized too. Each token has its own scales: one for all its inputs, or one for each group as wide as a block. A
+checkpoint may instead contain one scale for all tokens, from calibration.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from minipaged.models.quantized.stored import Activations, Array, Float8, Stored
 
 
 class FP8(Format):
-    """The settings, which are the same for all modules."""
+    """The FP8 format with one checkpoint's settings, which are the same for all modules."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         setting(config, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
@@ -65,7 +66,7 @@ class FP8(Format):
         if self.divide:
             scales = 1 / scales
         if not np.isfinite(scales).all():
-            raise ModelError(f"{self.scale} holds numbers that are infinite or none at all")
+            raise ModelError(f"{self.scale} holds values that are infinite or NaN")
         calibrated = float(tensors[".input_scale"].values.reshape(())) if self.is_static else None
         return Float8(
             shape=shape,
@@ -78,17 +79,17 @@ class FP8(Format):
 
 
 def float_scales(tensor: Tensor, name: str) -> Array:
-    """Scales in float32, whether they are stored as floats or as powers of 2 (F8_E8M0: 2 ** (u - 127))."""
+    """Convert scales to float32 from floats or from powers of 2 (F8_E8M0: 2 ** (u - 127))."""
     if tensor.dtype in FLOATS:
         return tensor.values.astype(np.float32)
     if (tensor.values == 255).any():
-        raise ModelError(f"{name} holds numbers that are infinite or none at all")
+        raise ModelError(f"{name} holds values that are infinite or NaN")
     powers: Array = np.ldexp(np.float32(1), tensor.values.astype(np.int32) - 127)
     return powers
 
 
 class FP8Formats(Formats):
-    """All modules, but for those that are stored as they are."""
+    """FP8 for all modules, except those with an unquantized weight."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.plain = FP8(config)

@@ -1,22 +1,22 @@
-"""GGUF's blocks (llama.cpp): codes, scales and minima of 32 or 256 weights, together in one run of bytes.
+"""GGUF's blocks (llama.cpp): the codes, scales and minima of 32 or 256 weights in one run of bytes.
 
-A row of a matrix is a row of blocks. Of 32 weights each (d, m: float16):
+Each row of a matrix is a sequence of blocks. Blocks of 32 weights (d, m: float16):
 
     Q4_0   d, 16 bytes: the lower halves are weights 0 to 15, the upper ones 16 to 31        w = d (q - 8)
-    Q4_1   d, m, 16 bytes likewise                                                           w = d q + m
+    Q4_1   d, m, 16 bytes as in Q4_0                                                         w = d q + m
     Q5_0   d, 4 bytes: a fifth bit for each weight, 16 bytes as in Q4_0                      w = d (q - 16)
     Q5_1   d, m, 4 bytes, 16 bytes                                                           w = d q + m
     Q8_0   d, 32 signed bytes                                                                w = d q
 
-and of 256, in which 8 or 16 groups have scales of 6 or 8 bits, and one d says what these mean:
+Blocks of 256 weights have 8 or 16 groups, whose scales of 6 or 8 bits (sc) are multiplied by one d:
 
     Q4_K   d, dmin, 12 bytes: 8 scales, 8 minima; 128 bytes: each 32 of them hold two groups,
            one in the lower halves, one in the upper ones                                    w = d sc q - dmin mn
-    Q5_K   the same, with 32 bytes of fifth bits: bit g of byte i is of weight i of group g
+    Q5_K   as Q4_K, plus 32 bytes of fifth bits: bit g of byte i belongs to weight i of group g
     Q6_K   128 bytes of the lower 4 bits, 64 of the upper 2, 16 signed scales, d             w = d sc (q - 32)
 
-The folder that a GGUF file was converted into holds these blocks as they are (`minipaged/models/gguf.py`), as uint8
-[out, bytes of a row], and says in its config which tensor has which type.
+The conversion of a GGUF file (`minipaged/models/gguf.py`) keeps these blocks unchanged, as uint8 [out, bytes of a row],
+and lists each tensor's type in the config.
 """
 
 from __future__ import annotations
@@ -40,19 +40,20 @@ BLOCKS: dict[str, tuple[int, int]] = {
     "Q5_K": (256, 176),
     "Q6_K": (256, 210),
 }
-"""Weights and bytes of a block."""
+"""The number of weights and of bytes in a block."""
 
 ROWS = 1 << 20
-"""Weights that are taken apart at a time."""
+"""The number of weights to unpack at a time."""
 
 
 class GGUFBlocks(Format):
-    """Matrices of one type."""
+    """The format of matrices with one GGUF block type."""
 
     def __init__(self, kind: str) -> None:
         if kind not in BLOCKS:
             raise ModelError(
-                f"quantization_config: GGUF's {kind} is not read packed; supported are {', '.join(BLOCKS)}"
+                f"quantization_config: packed GGUF blocks of type {kind} are not supported; use one of "
+                f"{', '.join(BLOCKS)}"
             )
         self.kind = kind
         self.name = f"GGUF, {kind}"
@@ -61,7 +62,7 @@ class GGUFBlocks(Format):
         outputs, inputs = shape
         weights, size = BLOCKS[self.kind]
         if inputs % weights:
-            raise ModelError(f"a matrix of {outputs} x {inputs} is no whole number of {self.kind} blocks of {weights}")
+            raise ModelError(f"a matrix of {outputs} x {inputs} does not divide into {self.kind} blocks of {weights}")
         return {".weight": TensorSpec(("U8",), ((outputs, inputs // weights * size),))}
 
     def matrix(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> StoredMatrix:
@@ -80,28 +81,28 @@ class GGUFBlocks(Format):
                 fields[name][first : first + step] = value
         for name in ("scales", "super_scales", "minima", "super_minima"):
             if name in fields and fields[name].dtype == np.float16 and not np.isfinite(fields[name]).all():
-                raise ModelError(".weight holds scales that are infinite or none at all")
+                raise ModelError(".weight holds scales that are infinite or NaN")
         return Grouped(shape=shape, rounding="float32", **fields)
 
 
 def _float16(blocks: Array, at: int) -> Array:
-    """The float16 that begins at a byte of each block: [rows, blocks]."""
+    """The float16 at byte `at` of each block: [rows, blocks]."""
     values: Array = np.ascontiguousarray(blocks[:, :, at : at + 2]).view("<f2")[:, :, 0]
     return values
 
 
 def _packed(codes: Array, bits: int) -> Array:
-    """[rows, ...] in the order of the inputs -> [rows, bytes]."""
+    """Pack codes [rows, ...], in the order of the inputs -> [rows, bytes]."""
     return pack(codes.reshape(len(codes), -1), bits)
 
 
 def _halves(packed: Array) -> Array:
-    """[..., bytes] -> [..., 2, bytes]: the lower halves, then the upper ones."""
+    """Split bytes [..., bytes] -> [..., 2, bytes]: the lower halves, then the upper ones."""
     return np.stack((packed & np.uint8(15), packed >> np.uint8(4)), axis=-2)
 
 
 def _fifth_bits(packed: Array) -> Array:
-    """[rows, blocks, 4] -> [rows, blocks, 2, 16]: 16 where the bit is set."""
+    """Unpack bits [rows, blocks, 4] -> [rows, blocks, 2, 16]: 16 for each set bit, otherwise 0."""
     bits = np.unpackbits(packed, axis=2, bitorder="little")  # [rows, blocks, 32]
     return bits.reshape(*packed.shape[:2], 2, 16) << np.uint8(4)
 
@@ -133,7 +134,7 @@ def _q8_0(blocks: Array) -> dict[str, Any]:
 
 
 def _with_minima(blocks: Array, bits: int, codes: Array) -> dict[str, Any]:
-    """Q4_K and Q5_K: d, dmin, and 12 bytes of 8 scales and 8 minima of 6 bits each."""
+    """The fields of Grouped for Q4_K and Q5_K: d, dmin, and 12 bytes with 8 scales and 8 minima of 6 bits each."""
     first, second, third = (blocks[:, :, at : at + 4] for at in (4, 8, 12))  # [rows, blocks, 4] each
     six, four, two = np.uint8(63), np.uint8(15), np.uint8(6)
     scales = np.concatenate((first & six, third & four | first >> two << np.uint8(4)), axis=2)
@@ -187,16 +188,16 @@ READERS: dict[str, Callable[[Array], dict[str, Any]]] = {
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
 }
-"""Blocks [rows, blocks of a row, bytes] -> fields of Grouped."""
+"""The reader of each type: blocks [rows, blocks per row, bytes] -> fields of Grouped."""
 
 
 class GGUFFormats(Formats):
-    """Each tensor's type, as the config of the converted folder has it."""
+    """The format of each module, from the converted folder's config."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         types = config.get("tensor_types")
         if not isinstance(types, dict):
-            raise ModelError("quantization_config: 'tensor_types' is missing, which says how each matrix is packed")
+            raise ModelError("quantization_config: 'tensor_types' with each matrix's block type is missing")
         self.formats = {module: GGUFBlocks(str(kind)) for module, kind in types.items()}
 
     def of(self, module: str, dtypes: Mapping[str, str]) -> Format | None:

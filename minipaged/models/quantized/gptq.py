@@ -1,15 +1,16 @@
-"""GPTQ: whole numbers packed along the inputs, in words of 32 bits (GPTQModel, AutoGPTQ, auto-round).
+"""GPTQ: whole numbers packed along the inputs in 32-bit words (GPTQModel, AutoGPTQ, auto-round).
 
-    qweight   int32 [in * bits / 32, out]        a column's words one after another are one stream of codes
+    qweight   int32 [in * bits / 32, out]        the words of a column form one stream of codes
     qzeros    int32 [groups, out * bits / 32]    packed along the outputs
     scales    float [groups, out]
-    g_idx     int32 [in]                         the group of each input; in order, unless made with desc_act
+    g_idx     int32 [in]                         the group of each input; in order, unless desc_act is set
 
     w = (q - z) * s
 
-Two things are not as they look. A file of `checkpoint_format` "gptq" (the first one, and the default) holds z - 1: 1
-was subtracted from every field *of the whole word*, so that a field of 0 borrows from its neighbour, and it has to be
-added to the whole word again. And with `sym` z is half the range whatever the file says: some files say something else.
+There are two traps. First, a file of `checkpoint_format` "gptq" (the first version, and the default) holds z - 1.
+The 1s of all fields were subtracted from the *whole word*, so that a field of 0 borrows from its neighbour; therefore
+they must be added to the whole word again. Second, with `sym` z is half the range, although some files contain a
+different z.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ ONES = {
     4: (0x11111111,),
     8: (0x01010101,),
 }
-"""What GPTQModel subtracts from the words of `qzeros` when it writes the first format, in turn. (For 3 bits that is not
-1 a field; but what it subtracts is what has to be added.)"""
+"""The numbers that GPTQModel subtracts in turn from the words of `qzeros` when it writes the first format. (For 3 bits
+they are not 1 per field, but the reader must add the same numbers.)"""
 
 
 class GPTQ(Format):
-    """One module's settings."""
+    """The GPTQ format with the settings of one or more modules."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.bits: int = setting(config, "bits", BITS)
@@ -57,30 +58,32 @@ class GPTQ(Format):
         written = config.get("checkpoint_format", config.get("format"))
         if written not in (None, "gptq", "gptq_v2"):
             raise ModelError(
-                f"quantization_config: checkpoint_format = {written!r} is another layout of GPTQ's numbers and is not "
-                "read; save the model as 'gptq' or 'gptq_v2' (GPTQModel: QuantizeConfig(format='gptq'))"
+                f"quantization_config: checkpoint_format = {written!r} is not supported; save the model as 'gptq' or "
+                "'gptq_v2' (GPTQModel: QuantizeConfig(format='gptq'))"
             )
         if config.get("pack_dtype", "int32") != "int32":
-            raise ModelError(f"quantization_config: pack_dtype = {config['pack_dtype']!r} is not read; only 'int32' is")
+            raise ModelError(
+                f"quantization_config: pack_dtype = {config['pack_dtype']!r} is not supported; only 'int32' is"
+            )
         self.zeros_less_one = written != "gptq_v2"
         if self.bits == 3 and self.zeros_less_one and not self.sym and "gptqmodel" not in str(config.get("meta")):
             raise ModelError(
-                "quantization_config: zeros of 3 bits in the first GPTQ format are written differently by AutoGPTQ and "
-                "by GPTQModel, and the file does not say by whom; save the model as checkpoint_format 'gptq_v2'"
+                "quantization_config: AutoGPTQ and GPTQModel write 3-bit zeros differently in the first GPTQ format, "
+                "and the file does not name its writer; save the model as checkpoint_format 'gptq_v2'"
             )
         self.name = f"GPTQ, {self.bits} bits, groups of {self.group_size or 'a whole row'}"
 
     def parts(self, shape: tuple[int, int]) -> dict[str, TensorSpec]:
         outputs, inputs = shape
         if inputs * self.bits % 32 or outputs * self.bits % 32:
-            raise ModelError(f"a matrix of {outputs} x {inputs} does not fill words of 32 bits with {self.bits} each")
+            raise ModelError(f"a matrix of {outputs} x {inputs} does not fill 32-bit words with {self.bits}-bit codes")
         groups = divided(inputs, self.group_size or inputs)
         return {
             ".qweight": TensorSpec(("I32",), ((inputs * self.bits // 32, outputs),)),
             ".qzeros": TensorSpec(("I32",), ((groups, outputs * self.bits // 32),), required=not self.sym),
             ".scales": TensorSpec(FLOATS, ((groups, outputs),)),
             ".g_idx": TensorSpec(("I32",), ((inputs,),), required=self.desc_act),
-            ".bias": TensorSpec(FLOATS, ((outputs,),), required=False),  # AutoGPTQ writes zeros where there is none
+            ".bias": TensorSpec(FLOATS, ((outputs,),), required=False),  # AutoGPTQ writes zeros if there is none
         }
 
     def matrix(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> StoredMatrix:
@@ -110,7 +113,7 @@ class GPTQ(Format):
         )
 
     def _zeros(self, words: Array, outputs: int) -> Array:
-        """[groups, words] int32 -> [out, groups] uint8."""
+        """Unpack zeros: [groups, words] int32 -> [out, groups] uint8."""
         words = words.view(np.uint32)
         if self.zeros_less_one:
             words = words + np.resize(np.array(ONES[self.bits], np.uint32), words.shape[1])  # wraps around
@@ -118,7 +121,7 @@ class GPTQ(Format):
 
 
 class GPTQFormats(Formats):
-    """Settings for all modules, and others for those whose names match a regular expression (`dynamic`)."""
+    """GPTQ with default settings, and other settings for modules whose names match a regular expression (`dynamic`)."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.plain = GPTQ(config)
@@ -135,6 +138,6 @@ class GPTQFormats(Formats):
         for pattern, format_ in self.dynamic:
             if pattern.match(module):
                 return format_
-        # The head, and modules that were left out, are stored as they are; not every file says so.
+        # The head and excluded modules are not quantized, but not every file says so.
         is_plain = f"{module}.weight" in dtypes and f"{module}.qweight" not in dtypes
         return None if is_plain else self.plain

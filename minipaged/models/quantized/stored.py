@@ -1,8 +1,8 @@
-"""A matrix as a checkpoint stores it: small codes, and what turns them into weights. Three forms, whatever the tool.
+"""Quantized matrices in memory: small codes with the scales that turn them into weights. There are three forms.
 
     Grouped      w = (q - z) * s + m    q: whole numbers of 2 to 8 bits; z, s, m: one for each group of inputs
-    Float8       w = value of q * s     q: floats of 8 bits (e4m3); s: one for each rectangular block
-    Codebook4    w = table[q] * s       q: 4 bits, the place in a table of 16 values; s: one for each group of inputs
+    Float8       w = value of q * s     q: 8-bit floats (e4m3); s: one for each rectangular block
+    Codebook4    w = table[q] * s       q: 4-bit index into a table of 16 values; s: one for each group of inputs
 
 | form | checkpoints |
 |---|---|
@@ -10,11 +10,11 @@
 | Float8 | compressed-tensors' and DeepSeek's FP8 |
 | Codebook4 | bitsandbytes' NF4 and FP4, compressed-tensors' nvfp4 and mxfp4 |
 
-A matrix is [out, in], as transformers has it: y = x @ w.T. Codes are packed along the inputs, each output's row for
-itself, so that a matrix can be cut between any two rows: what computes with one takes the weights of a few rows at a
-time (`rows`), and a full matrix of floats is never there. Where the inputs are quantized too, the matrix says how
-(`activations`). A process that has a part of a model (`models/shards.py`) has some rows of a matrix, or some of its
-inputs (`matrix[:, 128:256]`), packed still; a group that is cut then becomes several of the same scale.
+A matrix is [out, in], as in transformers: y = x @ w.T. Codes are packed along the inputs, and each output's row begins
+with a new byte, so that a matrix can be cut between any two rows. A computation unpacks the weights of a few rows at a
+time (`rows`), and memory never holds a full matrix of floats. `activations` describes the quantization of the inputs,
+if there is one. A process with a part of a model (`models/shards.py`) has some rows of a matrix or some of its inputs
+(`matrix[:, 128:256]`), still packed. A group that is cut becomes several groups with the same scale.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ from minipaged.errors import ModelError
 Array = npt.NDArray[Any]
 
 LEAST_GROUP = 8
-"""Inputs with a scale of their own, at least, so that scales do not outweigh the codes."""
+"""The smallest number of inputs per scale after a cut, so that scales do not take more memory than codes."""
 
 Rounding = Literal["float32", "float16", "bfloat16"]
 
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """How the inputs of a matrix are quantized before the product, and given back as the floats that they stand for."""
+    """The quantization of a matrix' inputs: each is rounded to a value with an 8-bit code before the product."""
 
     kind: Literal["int8", "float8"]
     group_size: int | None = None
     """Inputs of one token that share a scale; None: all of them."""
     symmetric: bool = True
-    """No zero point. (int8 only; float8 has none.)"""
+    """Whether there is no zero point. (A float8 never has one.)"""
     scale: float | None = None
-    """One for all tokens, from calibration. None: found anew for each token, or each group of its inputs."""
+    """The scale for all tokens, from calibration. None: computed for each token, or for each group of its inputs."""
     zero: int = 0
-    """Of a scale from calibration that is not symmetric: the code of 0."""
+    """The code of 0, if the scale is from calibration and not symmetric."""
 
     def applied(self, x: Array) -> Array:
-        """x [tokens, in], each number replaced by the nearest one that has a code.
+        """Round each number in x [tokens, in] to the nearest value that has a code.
 
-        The arithmetic is compressed-tensors': the range of int8, -128 to 127, is taken to be symmetric, 127.5 to either
-        side. (vLLM's kernels take 127.)
+        The arithmetic is that of compressed-tensors: it treats the range of int8, -128 to 127, as symmetric, with 127.5
+        on either side. (vLLM's kernels use 127.)
         """
         size = self.group_size or x.shape[1]
-        whole = np.pad(x, ((0, 0), (0, -x.shape[1] % size)))  # 0 is in each group's range anyway
+        whole = np.pad(x, ((0, 0), (0, -x.shape[1] % size)))  # every group's range includes 0 anyway
         groups = whole.reshape(len(x), whole.shape[1] // size, size)  # [tokens, groups, size]
         scale, zero = self._found(groups) if self.scale is None else (x.dtype.type(self.scale), self.zero)
         if self.kind == "float8":
@@ -71,7 +71,7 @@ class Activations:
         return given
 
     def _found(self, groups: Array) -> tuple[Array, Array | int]:
-        """Scale and zero [tokens, groups, 1] of each group's own range, which includes 0."""
+        """Compute scale and zero [tokens, groups, 1] from the range of each group, extended to include 0."""
         low, high = groups.min(2, keepdims=True, initial=0), groups.max(2, keepdims=True, initial=0)
         largest = np.maximum(-low, high)  # [tokens, groups, 1]
         smallest_scale = np.finfo(np.float32).eps
@@ -85,23 +85,23 @@ class Activations:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoredMatrix(ABC):
-    """A matrix of weights [out, in], packed."""
+    """A packed matrix of weights [out, in]."""
 
     shape: tuple[int, int]
-    """[out, in]."""
+    """The number of outputs and inputs."""
     rounding: Rounding
-    """The type to which each weight is rounded: that of the tool which made the matrix, which chose the codes so."""
+    """The type to which each weight is rounded. It is the type for which the quantizing tool chose the codes."""
     activations: Activations | None = None
 
     @abstractmethod
     def rows(self, which: slice | Array = slice(None)) -> Array:
-        """The weights of some rows: [rows, in] float32."""
+        """Unpack the weights of some rows: [rows, in] float32."""
 
     def __getitem__(self, part: tuple[slice, ...]) -> StoredMatrix:
-        """Neighbouring rows, or inputs, packed still: `matrix[2:4,]`, `matrix[:, 64:128]`. Views, where they can be.
+        """Neighbouring rows or inputs, still packed: `matrix[2:4,]`, `matrix[:, 64:128]`. Arrays are views if possible.
 
-        The weights are the same to the last bit. Raises ModelError for inputs that cannot be cut out; `part` has steps
-        of 1.
+        The weights are bit-identical. The slices in `part` have steps of 1. Raises ModelError for inputs that cannot be
+        cut out.
         """
         both = zip(self.shape, (*part, slice(None)), strict=False)
         rows, columns = (range(size)[which] for size, which in both)
@@ -111,10 +111,10 @@ class StoredMatrix(ABC):
         if (how := self.activations) is not None and how.scale is None:
             if how.group_size is None:
                 raise ModelError(
-                    "the inputs of a token are quantized with one scale, which all ranks would have to know"
+                    "the inputs of a token are quantized with one scale, which would need the inputs of all ranks"
                 )
             if columns.start % how.group_size or (columns.stop % how.group_size and columns.stop != self.shape[1]):
-                raise ModelError(f"its inputs are quantized in groups of {how.group_size}, one of which would be cut")
+                raise ModelError(f"its inputs are quantized in groups of {how.group_size}, and a group would be cut")
         return matrix._of_inputs(columns)
 
     def _of_outputs(self, rows: range) -> StoredMatrix:
@@ -127,33 +127,33 @@ class StoredMatrix(ABC):
 
     @property
     def nbytes(self) -> int:
-        """What the matrix takes in memory, in bytes."""
+        """The matrix' size in memory, in bytes."""
         values = (getattr(self, field.name) for field in fields(self))
         return sum(value.nbytes for value in values if isinstance(value, np.ndarray))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Grouped(StoredMatrix):
-    """Whole numbers in groups of inputs, with a scale each: w = (q - z) * s + m."""
+    """A matrix of whole numbers, with a scale for each group of inputs: w = (q - z) * s + m."""
 
     bits: int
-    """Of a code: 2, 3, 4, 5, 6 or 8."""
+    """Bits per code: 2, 3, 4, 5, 6 or 8."""
     codes: Array
-    """[out, bytes] uint8: the codes of a row from the lowest bit on, `bits` for each input, without gaps."""
+    """[out, bytes] uint8: the codes of a row without gaps, from the lowest bit on, `bits` for each input."""
     scales: Array
-    """[out, groups] float16 or float32; or whole numbers of 8 bits, of which `super_scales` say how much 1 is."""
+    """[out, groups] float16 or float32; or 8-bit whole numbers, which are multiplied by `super_scales`."""
     zeros: Array | int
-    """The code that stands for 0: [out, groups] uint8, or one for all."""
+    """The code for 0: [out, groups] uint8, or one number for all groups."""
     minima: Array | None = None
-    """[out, groups], like the scales: added. None: nothing is."""
+    """[out, groups], of the scales' type: added to the weights. None: nothing is added."""
     group_size: int
-    """Inputs of a group. The last group may be smaller."""
+    """Inputs per group. The last group may be smaller."""
     group_index: Array | None = None
-    """[in] int32: the group of each input, where groups are no runs of neighbours (GPTQ's act-order)."""
+    """[in] int32: the group of each input, if groups are not runs of neighbours (GPTQ's act-order)."""
     super_scales: Array | None = None
-    """[out, super] float16: what a scale of 1 is, for as many groups as there are scales for each of these."""
+    """[out, super] float16: factors of the scales. Each applies to groups / super neighbouring groups."""
     super_minima: Array | None = None
-    """[out, super] float16: the same for the minima."""
+    """[out, super] float16: factors of the minima, like `super_scales`."""
 
     def rows(self, which: slice | Array = slice(None)) -> Array:
         num_inputs = self.shape[1]
@@ -193,24 +193,24 @@ class Grouped(StoredMatrix):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Float8(StoredMatrix):
-    """Floats of 8 bits (e4m3: sign, 4 bits of exponent, 3 of fraction), with a scale for each block."""
+    """A matrix of 8-bit floats (e4m3: sign, 4 bits of exponent, 3 of fraction), with a scale for each block."""
 
     codes: Array
-    """[out, in] uint8: the floats' bits."""
+    """[out, in] uint8: the bits of the floats."""
     scales: Array
     """[blocks of outputs, blocks of inputs] float32 or float16."""
     block: tuple[int, int]
-    """Outputs and inputs of a block. The last ones may be smaller."""
+    """The number of outputs and of inputs in a block. The last blocks may be smaller."""
 
     def by_output(self) -> Float8:
-        """The same with blocks of one output each."""
+        """The matrix with blocks of one output each, by repeating the scales."""
         outputs = np.arange(self.shape[0]) // self.block[0]
         return replace(self, scales=self.scales[outputs], block=(1, self.block[1]))
 
     def _of_outputs(self, rows: range) -> Float8:
         size = self.block[0]
         blocks = slice(rows.start // size, -(-rows.stop // size))
-        if rows.start % size and blocks.stop - blocks.start > 1:  # they would not begin with the first row
+        if rows.start % size and blocks.stop - blocks.start > 1:  # the first row is not the first one of a block
             return self.by_output()._of_outputs(rows)
         codes = self.codes[rows.start : rows.stop]
         return replace(self, shape=(len(rows), self.shape[1]), codes=codes, scales=self.scales[blocks])
@@ -232,16 +232,16 @@ class Float8(StoredMatrix):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Codebook4(StoredMatrix):
-    """4 bits, the place in a table of 16 values, in groups of inputs with a scale each."""
+    """A matrix of 4-bit codes, which index a table of 16 values, with a scale for each group of inputs."""
 
     codes: Array
-    """[out, bytes] uint8: two codes a byte, the first one in the lower half."""
+    """[out, bytes] uint8: two codes per byte, the first one in the lower half."""
     table: Array
-    """[16] float32."""
+    """[16] float32: the value of each code."""
     scales: Array
     """[out, groups] float32."""
     group_size: int
-    """Inputs of a group."""
+    """Inputs per group."""
 
     def _of_inputs(self, columns: range) -> Codebook4:
         codes = _cut_codes(self.codes, 4, columns)
@@ -257,12 +257,12 @@ class Codebook4(StoredMatrix):
 
 
 def can_stack(matrices: Sequence[StoredMatrix]) -> bool:
-    """Whether `stack` can make one of them: of one form, with codes, groups, tables and zeros of one kind."""
+    """Whether `stack` can join them: their forms, codes, groups, tables and zeros must be of the same kind."""
     return len({_kind(matrix) for matrix in matrices}) <= 1
 
 
 def stack(matrices: Sequence[StoredMatrix]) -> StoredMatrix:
-    """Matrices of the same inputs, one under another."""
+    """Join matrices with the same inputs into one with all their outputs, in order."""
     if len(matrices) == 1:
         return matrices[0]
     parts = [matrix.by_output() if isinstance(matrix, Float8) else matrix for matrix in matrices]
@@ -275,7 +275,7 @@ def stack(matrices: Sequence[StoredMatrix]) -> StoredMatrix:
 
 
 def _kind(matrix: StoredMatrix) -> tuple[Any, ...]:
-    """What must be the same in all matrices of a stack, to be compared."""
+    """A key that is equal for matrices that can be stacked."""
     values = ((field.name, getattr(matrix, field.name)) for field in fields(matrix))
     kinds = [type(matrix), matrix.shape[1]]
     for name, value in values:
@@ -295,7 +295,7 @@ def _is_of_each_output(value: Any) -> bool:
 
 
 def _expanded(values: Array, supers: Array | None, which: slice | Array) -> Array:
-    """Scales or minima of some rows as they are meant: [rows, groups] float32."""
+    """The scales or minima of some rows, multiplied by their super-scales or super-minima: [rows, groups] float32."""
     expanded: Array = values[which].astype(np.float32)
     if supers is not None:
         num_supers = supers.shape[1]
@@ -309,14 +309,17 @@ def _written_out(values: Array, supers: Array | None) -> Array:
 
 
 def _cut_codes(codes: Array, bits: int, columns: range) -> Array:
-    """Codes [out, bytes] of neighbouring inputs, the first of which begins with a byte."""
+    """The codes [out, bytes] of neighbouring inputs. Raises ModelError unless the first one begins with a byte."""
     if columns.start * bits % 8:
         raise ModelError(f"the codes of inputs {columns.start - 1} and {columns.start}, {bits} bits each, share a byte")
     return codes[:, columns.start * bits // 8 : -(-columns.stop * bits // 8)]
 
 
 def _cut_groups(size: int, columns: range) -> tuple[int, Array]:
-    """The groups of neighbouring inputs that were in groups of `size`: how large they are, and in which each was."""
+    """Regroup neighbouring inputs of a matrix with groups of `size`: the new group size, and each new group's old one.
+
+    Raises ModelError if the new groups would be too small.
+    """
     if columns.start // size == (columns.stop - 1) // size:
         return len(columns), np.array([columns.start // size])
     smaller = math.gcd(size, columns.start, columns.stop)
@@ -326,7 +329,7 @@ def _cut_groups(size: int, columns: range) -> tuple[int, Array]:
 
 
 def unpack(packed: Array, bits: int, count: int) -> Array:
-    """[rows, bytes] uint8, streams of `bits` bits from the lowest on -> their first `count` codes: [rows, count]."""
+    """Unpack each row's first `count` codes of `bits` bits, lowest bits first: [rows, bytes] uint8 -> [rows, count]."""
     if bits == 8:
         return packed[:, :count]
     if 8 % bits == 0:
@@ -339,7 +342,7 @@ def unpack(packed: Array, bits: int, count: int) -> Array:
 
 
 def as_floats(packed: Array, bits: int, count: int) -> Array:
-    """The same as float32. Of 4 bits, two are looked up at a time: five times as fast."""
+    """`unpack` to float32. A table looks up two 4-bit codes at a time, which is five times as fast."""
     if bits != 4:
         return unpack(packed, bits, count).astype(np.float32)
     floats = pairs_of_floats()[packed].view(np.float32)  # [rows, 2 * bytes]
@@ -348,13 +351,13 @@ def as_floats(packed: Array, bits: int, count: int) -> Array:
 
 @cache
 def pairs_of_floats() -> Array:
-    """[256] complex64, 8 bytes each: the two halves of a byte as float32, the lower one first."""
+    """A table for `as_floats`, [256] complex64: each entry is two float32, the lower and the upper half of a byte."""
     values = np.arange(256)
     return np.stack((values & 15, values >> 4), axis=1).astype(np.float32).view(np.complex64)[:, 0]
 
 
 def pack(codes: Array, bits: int) -> Array:
-    """[rows, count] uint8, all of them below 2 ** bits -> [rows, bytes] uint8. The other way round."""
+    """Pack codes, the inverse of `unpack`: [rows, count] uint8, each below 2 ** bits -> [rows, bytes] uint8."""
     if bits == 4 and codes.shape[1] % 2 == 0:
         halves: Array = codes[:, 0::2] | codes[:, 1::2] << np.uint8(4)
         return halves
@@ -364,13 +367,13 @@ def pack(codes: Array, bits: int) -> Array:
 
 
 def round_to(values: Array, rounding: Rounding) -> Array:
-    """float32 values, each the nearest one that has the type, and float32 still."""
+    """Round each float32 value to the nearest one of type `rounding`. The result is still float32."""
     if rounding == "float32":
         return values
     if rounding == "float16":
         with np.errstate(over="ignore"):
             return values.astype(np.float16).astype(np.float32)
-    # bfloat16 is the upper half of a float32; ties go to the even one, and what is no number stays none.
+    # bfloat16 is the upper half of a float32. Ties round to even, and NaN stays NaN.
     bits = np.ascontiguousarray(values).view(np.uint32)
     upper = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) & np.uint32(0xFFFF0000)
     rounded: Array = np.where(np.isnan(values), values, upper.view(np.float32))
@@ -379,7 +382,7 @@ def round_to(values: Array, rounding: Rounding) -> Array:
 
 @cache
 def e4m3_values() -> Array:
-    """[256] float32: what each byte means as a float of 8 bits. There is no infinity; 0x7F and 0xFF are no numbers."""
+    """[256] float32: the value of each byte as an e4m3 float. There is no infinity; 0x7F and 0xFF are NaN."""
     codes = np.arange(256)
     exponent, fraction = codes >> 3 & 15, codes & 7
     sizes = np.where(exponent == 0, np.ldexp(fraction / 8, -6), np.ldexp(1 + fraction / 8, exponent - 7))
@@ -389,9 +392,9 @@ def e4m3_values() -> Array:
 
 
 def round_to_e4m3(values: Array) -> Array:
-    """The nearest floats of 8 bits, at most 448 either way, in the type of `values`."""
+    """Round each value to the nearest e4m3 float, from -448 to 448, and keep the type of `values`."""
     clipped = np.clip(values, -448, 448)
-    exponent = np.maximum(np.frexp(clipped)[1] - 1, -6)  # of the leading bit; below 2 ** -6 the steps stay the same
+    exponent = np.maximum(np.frexp(clipped)[1] - 1, -6)  # of the leading bit; the step is constant below 2 ** -6
     step = np.ldexp(np.ones_like(clipped), exponent - 3)
     rounded: Array = np.rint(clipped / step) * step
     return rounded

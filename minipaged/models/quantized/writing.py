@@ -1,16 +1,16 @@
-"""Quantized matrices as files that others read: compressed-tensors' packed integers, and GPTQ's.
+"""Write quantized checkpoints that other programs can read: compressed-tensors' packed integers, and GPTQ's.
 
-`gptq.py` and `compressed_tensors.py` say how the tensors lie; here is the way there. Which programs read what:
+`gptq.py` and `compressed_tensors.py` describe the layouts of the tensors. These programs read them:
 
 | layout | transformers | vLLM (by its source; not run) |
 |---|---|---|
-| compressed-tensors | with the package compressed-tensors; in floats (`dequantize=True`) where there is no GPU | yes |
+| compressed-tensors | with the package compressed-tensors; in floats (`dequantize=True`) without a GPU | yes |
 | gptq, symmetric | with gptqmodel and optimum | 4 and 8 bits, unless groups are in act-order |
-| gptq, with zeros | the same | no |
+| gptq, with zeros | with gptqmodel and optimum | no |
 
-GPTQ's first format is written where zeros are all alike (`sym`), which everybody reads; its second one where they are
-not: of the first, some readers take zeros from GPTQModel only, as others have written damaged ones. A model's other
-tensors are copied byte by byte.
+A symmetric recipe (`sym`) is written in GPTQ's first format, which all readers support. A recipe with different zeros
+is written in the second format, because some readers accept zeros of the first one from GPTQModel only: other tools
+have written damaged ones. A model's other tensors are copied byte by byte.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ COPIED = (
     *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template*", "vocab.*", "merges.txt"),
 )
-"""Files beside the weights that belong to a model however it is stored."""
+"""Files next to the weights that are copied, because they do not depend on the weights' format."""
 
 
 def check_shapes(config: ModelConfig, recipe: Recipe, layout: Layout) -> None:
-    """Raises InvalidRequest where the recipe does not fit the model's matrices, or the layout cannot say it."""
+    """Raises InvalidRequest if the recipe does not fit the model's matrices or the layout does not support it."""
     if layout not in LAYOUTS:
         raise InvalidRequest(f"format is {layout!r}; choose {' or '.join(LAYOUTS)}")
     if recipe.method == "gptq" and recipe.act_order == "group" and layout != "gptq":
         raise InvalidRequest(
-            f"act_order is 'group', which {layout} no longer has a tensor for; use act_order='static', or format='gptq'"
+            f"act_order is 'group', which {layout} no longer supports; use act_order='static', or format='gptq'"
         )
     for name, shape in matrices(config).items():
         if shape[1] % recipe.size(shape[1]):
@@ -63,36 +63,36 @@ def check_shapes(config: ModelConfig, recipe: Recipe, layout: Layout) -> None:
             )
         if layout == "gptq" and (shape[0] * recipe.bits % 32 or shape[1] * recipe.bits % 32):
             raise InvalidRequest(
-                f"{name} has {shape[0]} x {shape[1]} weights, which do not fill words of 32 bits with {recipe.bits} "
-                "each, as the format gptq asks for; use format='compressed-tensors'"
+                f"{name} has {shape[0]} x {shape[1]} weights, which do not fill 32-bit words with {recipe.bits}-bit "
+                "codes, as the format gptq requires; use format='compressed-tensors'"
             )
 
 
 def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """The weights that are quantized, with their shapes [out, in]: all matrices but the embedding and the head."""
+    """The shapes [out, in] of the weights that are quantized, by name: all matrices but the embedding and the head."""
     shapes = weight_shapes(config).items()
     return {name: (shape[0], shape[1]) for name, shape in shapes if len(shape) == 2 and ".layers." in name}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorToWrite:
-    """A tensor as it goes into a file."""
+    """A tensor to be written to a file."""
 
     dtype: str
-    """Safetensors' name."""
+    """The dtype by safetensors' name."""
     shape: tuple[int, ...]
     read: Callable[[], Array]
-    """Its values: from memory, or from another file."""
+    """A function that returns the values, from memory or from another file."""
 
     @classmethod
     def of(cls, dtype: str, values: Array) -> TensorToWrite:
-        """`values`, of a NumPy type as wide as `dtype`."""
+        """A tensor with the given `values`, of a NumPy type as wide as `dtype`."""
         values = np.ascontiguousarray(values, STORED_DTYPES[dtype])
         return cls(dtype, values.shape, lambda: values)
 
     @classmethod
     def copied(cls, stored: StoredTensor) -> TensorToWrite:
-        """The same bytes."""
+        """A tensor with the bytes of one in another file."""
         count = int(np.prod(stored.shape))
 
         def read() -> Array:
@@ -102,7 +102,7 @@ class TensorToWrite:
 
 
 def as_tensors(matrix: Grouped, layout: Layout, symmetric: bool) -> dict[str, TensorToWrite]:
-    """One matrix, by what stands behind the module's name."""
+    """The tensors of one matrix, by the suffix after the module's name."""
     num_outputs, num_groups = matrix.scales.shape
     if isinstance(matrix.zeros, int):
         zeros = np.full((num_groups, num_outputs), matrix.zeros, np.uint8)  # [groups, out]
@@ -119,7 +119,7 @@ def as_tensors(matrix: Grouped, layout: Layout, symmetric: bool) -> dict[str, Te
         if not symmetric:
             tensors[".weight_zero_point"] = TensorToWrite.of("I32", zero_words.T.view(np.int32))
         return tensors
-    if symmetric:  # the first format: less 1, of the word
+    if symmetric:  # the first format holds the zeros less 1, subtracted from whole words
         zero_words = zero_words - np.resize(np.array(ONES[matrix.bits], np.uint32), zero_words.shape[1])
     index = np.arange(matrix.shape[1]) // matrix.group_size if matrix.group_index is None else matrix.group_index
     return {
@@ -131,7 +131,7 @@ def as_tensors(matrix: Grouped, layout: Layout, symmetric: bool) -> dict[str, Te
 
 
 def as_words(packed: Array) -> Array:
-    """[rows, bytes] uint8 -> [rows, words] uint32, the last one filled up with zeros."""
+    """View bytes as words: [rows, bytes] uint8 -> [rows, words] uint32, with the last word padded with zeros."""
     num_words = divided(packed.shape[1], 4)
     words = np.zeros((len(packed), 4 * num_words), np.uint8)
     words[:, : packed.shape[1]] = packed
@@ -139,7 +139,7 @@ def as_words(packed: Array) -> Array:
 
 
 def settings_of(recipe: Recipe, layout: Layout) -> dict[str, Any]:
-    """The `quantization_config` of config.json."""
+    """The `quantization_config` to write in config.json."""
     whole_rows = recipe.group_size == -1
     if layout == "compressed-tensors":
         weights = {
@@ -174,9 +174,9 @@ def settings_of(recipe: Recipe, layout: Layout) -> dict[str, Any]:
 def write_quantized(
     source: Path, folder: Path, changed: Mapping[str, Grouped | Array], recipe: Recipe, layout: Layout
 ) -> None:
-    """The model in `source` with the weights in `changed` put in place of its own, into `folder`, which is there.
+    """Write the model in `source`, with the weights in `changed` replaced, into the existing folder `folder`.
 
-    An array takes the place of a tensor in that one's own dtype.
+    A replacement that is an array gets the dtype of the tensor it replaces.
     """
     tensors: dict[str, TensorToWrite] = {}
     for name, stored in checkpoint_tensors(source).items():
@@ -197,7 +197,7 @@ def write_quantized(
 
 
 def as_stored(values: Array, dtype: str) -> Array:
-    """Floats as `dtype` has them; BF16 as the upper halves of float32."""
+    """Convert floats for writing as `dtype`: BF16 becomes the upper halves of float32."""
     if dtype == "BF16":
         halves: Array = round_to(values.astype(np.float32), Tensor(values, dtype).rounding).view(np.uint32) >> 16
         return halves
@@ -205,13 +205,13 @@ def as_stored(values: Array, dtype: str) -> Array:
 
 
 def found(folder: Path, patterns: Iterable[str]) -> list[Path]:
-    """The files in `folder` whose names match."""
+    """The files in `folder` whose names match one of the patterns, sorted."""
     return sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, TensorToWrite]) -> None:
-    """A safetensors file (see loading.py), written tensor by tensor."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    """Write a safetensors file (see loading.py) tensor by tensor."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     end = 0  # bytes
     for name, tensor in tensors.items():
         begin, end = end, end + STORED_DTYPES[tensor.dtype].itemsize * int(np.prod(tensor.shape))

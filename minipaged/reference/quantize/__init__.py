@@ -1,1 +1,1 @@
-"""Making quantized weights, to be read: three ways to choose the codes of a matrix, and the pass that feeds them."""
+"""Quantizing weights: three methods that choose a matrix's codes, and the pass that gives them its inputs."""

@@ -1,22 +1,23 @@
-"""AWQ: weights that large inputs meet are given finer steps.
+"""AWQ: weights that multiply large inputs get finer steps.
 
-Lin et al., "AWQ" (MLSys 2024, arXiv 2306.00978). A few inputs of a matrix are much larger than the others, so what
-their weights lose in rounding weighs most (section 3.1). Multiply the weights of input j by s_j > 1 and divide the
-input by it: the product is the same, and unless the largest weight of a group has grown, rounding errs as before and
-its error is then divided by s_j (section 3.2, Eq. 2). The division costs nothing where what comes before can do it: a
-norm's weight, or the rows of the matrix before.
+Lin et al., "AWQ" (MLSys 2024, arXiv 2306.00978). A few inputs of a matrix are much larger than the others, so rounding
+errors in their weights matter most (section 3.1). Multiply the weights of input j by s_j > 1 and divide the input by
+s_j: the product is the same. Unless the largest weight of a group has grown, rounding makes errors of the same size as
+before, and their effect is divided by s_j (section 3.2, Eq. 2). The division costs nothing where it can be folded into
+what comes before: a norm's weight, or the rows of the preceding matrix.
 
-Which s is best is searched for (section 3.2, Eq. 4 and 5): s_j = mean|x_j| ** alpha for 20 values of alpha. All are
-judged by the error of the outputs that GPTQ keeps small as well,
+The best s is searched for (section 3.2, Eq. 4 and 5): s_j = mean|x_j| ** alpha for 20 values of alpha. Each is judged
+by the error of the outputs that GPTQ also minimizes,
 
     || X W.T - X Q.T ||²  =  sum over outputs of  d H d.T          d = w - q,  H = X.T X
 
-so that the inputs themselves are needed once only. The authors run the whole attention or MLP instead.
+so that the inputs themselves are needed only once. (The authors run the whole attention or MLP instead.)
 
-Then each group's grid is shrunk, in 10 steps down to half (the authors' `auto_clip.py`): weights at the ends are cut
-off, all others have finer steps. That is judged group by group, as if a group's inputs had nothing to do with others'.
+Then each group's grid is shrunk, in 10 steps down to about half (the authors' `auto_clip.py`): weights at the ends are
+clipped, and all others have finer steps. Each group is judged by itself, as if its inputs were independent of the other
+groups' inputs.
 
-An alpha, or a share, with which a step of the matrix does not fit float16 is not tried.
+Values of alpha, or of the shrinking, with which a step does not fit float16 are skipped.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from minipaged.models.quantized.recipe import Recipe
 from minipaged.models.quantized.stored import Array, Grouped
 from minipaged.reference.quantize.rtn import Grid, packed
 
-ALPHAS = tuple(i / 20 for i in range(20))  # 0: all inputs alike
+ALPHAS = tuple(i / 20 for i in range(20))  # 0 treats all inputs alike
 SHRINKS = tuple(1 - i / 20 for i in range(10))
 LEAST = 1e-4
-"""Of a scale, before they are all brought near 1."""
+"""The lower bound of a scale, before all scales are brought near 1."""
 
 
 def awq_scales(weights: Sequence[Array], hessian: Array, mean_abs: Array, recipe: Recipe) -> Array:
-    """The scales [in] of inputs for matrices [out, in] that have the same ones.
+    """Return the scales [in] of the inputs that several matrices [out, in] have in common.
 
-    `hessian` [in, in]: X.T X, or any multiple. `mean_abs` [in]: the mean of |X| over the tokens. Raises ModelError if
-    steps fit float16 with no alpha.
+    `hessian` [in, in]: X.T X, or any multiple of it. `mean_abs` [in]: the mean of |X| over the tokens. Raises
+    ModelError if no alpha gives steps that fit float16.
     """
     weight = np.concatenate(list(weights))  # [out of all, in]
     best, least = np.ones_like(mean_abs), math.inf  # [in]
@@ -63,8 +64,11 @@ def awq_scales(weights: Sequence[Array], hessian: Array, mean_abs: Array, recipe
 
 
 def awq_clipped(weight: Array, hessian: Array, recipe: Recipe) -> Grouped:
-    """weight [out, in], rounded to nearest on the best of the shrunk grids, group by group. `hessian`: as above, of the
-    inputs that these weights meet. Raises ModelError if steps fit float16 on none of them."""
+    """Quantize weight [out, in]: round to nearest, on the best of the shrunk grids of each group.
+
+    `hessian` [in, in]: X.T X of the inputs X of these weights, or any multiple. Raises ModelError if no grid's steps
+    fit float16.
+    """
     num_outputs, num_inputs = weight.shape
     size = recipe.size(num_inputs)
     groups = weight.reshape(num_outputs, -1, size)  # [out, groups, size]

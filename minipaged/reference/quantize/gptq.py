@@ -1,24 +1,24 @@
-"""GPTQ: what rounding one input's weights spoils, the weights of the inputs after it make up for.
+"""GPTQ: the error made by rounding one input's weights is compensated by the weights of the inputs after it.
 
-Frantar, Ashkboos, Hoefler and Alistarh, "GPTQ" (ICLR 2023, arXiv 2210.17323). A matrix is there for its products. With
-inputs X [tokens, in] from a calibration text, the error to keep small is that of the outputs,
+Frantar, Ashkboos, Hoefler and Alistarh, "GPTQ" (ICLR 2023, arXiv 2210.17323). A matrix matters by its products. With
+inputs X [tokens, in] from a calibration text, the error to minimize is that of the outputs,
 
     || X W.T - X Q.T ||²  =  sum over outputs of  d H d.T        d = w - q,  H = X.T X [in, in]   (section 3, Eq. 1)
 
-Each output's row of weights is a problem of its own, and all of them have the same H. Inputs are rounded one after
-another, for all outputs at once: "columns" of W. Rounding column i errs by w_i - q_i; the best that the columns not
-yet rounded can do about it is known (section 3, Eq. 2), and in terms of U, the upper triangular matrix with
+Each output's row of weights is a problem of its own, and all of them have the same H. Inputs, which are "columns" of W,
+are rounded one after another, each for all outputs together. Rounding column i makes the error w_i - q_i. The best
+correction of the columns not yet rounded is known (section 3, Eq. 2). In terms of U, the upper triangular matrix with
 H⁻¹ = U.T U (section 4, step 3), it is one line:
 
     e = (w_i - q_i) / U_ii            w_j -= e · U_ij   for all j > i                             (Algorithm 1)
 
-Columns far away need not hear of each error at once: within a block they are told one by one, and all others of the
-block's errors in one product (section 4, step 2).
+Columns far away need not be corrected after each error. Within a block, columns are corrected one by one; all later
+columns are corrected for the whole block's errors in one product (section 4, step 2).
 
-Not in the paper, but in its authors' code: `act_order` begins with the inputs that weigh most, on the diagonal of H,
-while many columns are left that can make up for them. Groups may then be of columns that follow one another in that
-order, so that each input's group has to be stored; or "static": of neighbours as ever, with grids from the weights as
-they were, and the file looks as if there were no order.
+Not in the paper, but in its authors' code: `act_order` begins with the inputs that weigh most, by the diagonal of H,
+while many columns are left to compensate for them. Groups are then either of columns that follow one another in that
+order, and each input's group has to be stored; or "static": of neighbouring inputs as before, with grids from the
+original weights, and the file looks as if there were no order.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from minipaged.models.quantized.stored import Array, Grouped
 from minipaged.reference.quantize.rtn import Grid, packed
 
 BLOCK = 128
-"""Columns that are told of each other's errors at once."""
+"""Columns in a block; columns after it are corrected for all of its errors in one product."""
 DAMP = 0.01
-"""Of the mean of H's diagonal: added to it, so that H can be inverted whatever the text (section 4, step 3)."""
+"""The fraction of the mean of H's diagonal added to it, so that H can be inverted for any text (section 4, step 3)."""
 
 
 def gptq(weight: Array, hessian: Array, recipe: Recipe) -> Grouped:
-    """weight [out, in], quantized for inputs with this `hessian` [in, in]: X.T X, or any multiple of it.
+    """Quantize weight [out, in] for inputs with this `hessian` [in, in]: X.T X, or any multiple of it.
 
     Computes in the dtype of `weight`.
     """
     num_outputs, num_inputs = weight.shape
-    size, order = recipe.size(num_inputs), np.arange(num_inputs)  # [in], in which columns are rounded
+    size, order = recipe.size(num_inputs), np.arange(num_inputs)  # [in], the order of rounding columns
     if recipe.act_order != "none":
         order = np.argsort(-np.diag(hessian), kind="stable")  # [in]
     # The group of each column, in that order, and the grids of the groups.
@@ -52,14 +52,14 @@ def gptq(weight: Array, hessian: Array, recipe: Recipe) -> Grouped:
     scales, zeros = grid.scales[..., 0], grid.zeros[..., 0]  # [groups, out] each
     grid = Grid(scales, zeros, recipe.top)  # [groups, out]
     U = upper_root_of_inverse(hessian[order][:, order]).astype(weight.dtype)  # [in, in]
-    rest = weight.T[order]  # [in, out], a copy: a column of W is a row here, in one piece of memory
+    rest = weight.T[order]  # [in, out], a copy in which a column of W is a contiguous row
     codes = np.empty_like(rest)  # [in, out]
     block = BLOCK
-    if recipe.act_order != "static":  # a group begins where a block does
+    if recipe.act_order != "static":  # a group begins at the start of a block
         block = size if size <= BLOCK else math.gcd(size, BLOCK)
     for first in range(0, num_inputs, block):
         own = slice(first, first + block)
-        if recipe.act_order != "static" and first % size == 0:  # by the weights as they are by now
+        if recipe.act_order != "static" and first % size == 0:  # a grid for the weights as corrected so far
             found = Grid.over(rest[first : first + size].T, recipe)  # [out, 1]
             scales[first // size], zeros[first // size] = found.scales[:, 0], found.zeros[:, 0]  # [out] each
         codes[own], errors = round_block(rest[own], U[own, own], grid[group[own]])  # [block, out] each
@@ -71,9 +71,9 @@ def gptq(weight: Array, hessian: Array, recipe: Recipe) -> Grouped:
 
 
 def round_block(columns: Array, U: Array, grid: Grid) -> tuple[Array, Array]:
-    """Codes and errors [block, out] of some columns [block, out], each with a grid of its own. Changes `columns`.
+    """Round columns [block, out], each with a grid of its own; return codes and errors [block, out]. Changes `columns`.
 
-    U [block, block]: how each one's error is made up for by those after it.
+    U [block, block]: how the later columns compensate for each column's error.
     """
     codes, errors = np.empty_like(columns), np.empty_like(columns)  # [block, out] each
     for i in range(len(columns)):
@@ -84,11 +84,12 @@ def round_block(columns: Array, U: Array, grid: Grid) -> tuple[Array, Array]:
 
 
 def upper_root_of_inverse(hessian: Array) -> Array:
-    """The upper triangular U [in, in] with U.T U = (H + damping)⁻¹, float64.
+    """Return the upper triangular U [in, in] with U.T U = (H + damping)⁻¹, float64.
 
     H is never inverted: the Cholesky root of H read from its end is an upper R with H = R R.T, and U = R⁻¹. An input
-    that the text never used has a row of zeros in H. It is given what the others have on average, and so is rounded to
-    nearest. (The authors give it a 1, which may be much more than that, and then dampens the others.)
+    that the text never used has a row of zeros in H. Its diagonal entry is set to the mean of the others, so its
+    weights are rounded to nearest. (The authors set it to 1, which may be much larger than the mean and then raises the
+    damping of all others.)
     """
     H = hessian.astype(np.float64)  # [in, in], a copy
     diagonal = np.einsum("ii->i", H)  # [in], a view

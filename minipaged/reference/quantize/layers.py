@@ -1,11 +1,11 @@
-"""A model quantized layer by layer, each matrix for the inputs that it will have.
+"""A model quantized layer by layer, each matrix for the inputs that it will receive.
 
-GPTQ and AWQ ask what a matrix is given. So a calibration text runs through the model, all of its tokens through one
-layer after another; and when the pass comes to a matrix, the matrix is quantized, and the pass goes on with what it has
-become. Inputs are therefore those of a model quantized so far: each matrix may make up for what the ones before it
-spoil. (GPTQ, section 5, "setup"; its authors go matrix by matrix within a layer too, as "true sequential".)
+GPTQ and AWQ need the inputs of a matrix. So a calibration text runs through the model, all its tokens through one layer
+after another. When the pass reaches a matrix, the matrix is quantized, and the pass goes on with the quantized one. The
+inputs are therefore those of a model quantized so far, and each matrix can compensate for the errors of the ones before
+it. (GPTQ, section 5, "setup"; its authors also go matrix by matrix within a layer, as "true sequential".)
 
-The pass is the reference tier's own Llama, of one layer: what is different is that products quantize first.
+The pass is a one-layer Llama of the reference tier; the only difference is that a product quantizes its matrix first.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from minipaged.reference.quantize.gptq import gptq
 from minipaged.reference.quantize.rtn import rtn
 
 BLOCK_SIZE = 64
-"""Of the calibration's KV cache, in tokens."""
+"""The block size of the calibration's KV cache, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fed:
-    """Matrices of a layer that have the same inputs, and what those come from."""
+    """Matrices of a layer that have the same inputs, and where these come from."""
 
     names: tuple[str, ...]
     source: str
-    """A norm, or a matrix: by its weights the inputs can be scaled."""
+    """The norm or matrix that produces the inputs; scaling its weights scales them."""
 
 
 FED = (
@@ -46,18 +46,19 @@ FED = (
     Fed(("mlp.gate_proj", "mlp.up_proj"), "post_attention_layernorm"),
     Fed(("mlp.down_proj",), "mlp.up_proj"),
 )
-"""In the order in which a pass comes to them."""
+"""The groups of matrices, in the order in which a pass reaches them."""
 NOT_CLIPPED = ("self_attn.q_proj", "self_attn.k_proj")
-"""AWQ: their outputs meet each other, and large ones decide what is attended to."""
+"""Matrices that AWQ does not clip: the products of their outputs decide the attention, and large outputs matter most.
+"""
 
 
 def quantize_layers(
     config: ModelConfig, weights: Mapping[str, Array], recipe: Recipe, windows: Sequence[Sequence[int]]
 ) -> Iterator[dict[str, Weight]]:
-    """What changes, layer by layer and by transformers' names: each matrix becomes a stored one; AWQ scales norms too.
+    """Yield what changes in each layer, by transformers' names: stored matrices, and with AWQ also scaled norms.
 
-    `windows`: a calibration text's token ids in pieces, which do not see each other; not used by round-to-nearest.
-    Raises ModelError for weights, or inputs of matrices, that are no finite numbers.
+    `windows`: a calibration text's token ids, in pieces that do not attend to each other; round-to-nearest does not use
+    them. Raises ModelError if weights, or inputs of matrices, are not finite.
     """
     if recipe.method == "rtn":
         for i in range(config.num_hidden_layers):
@@ -78,7 +79,7 @@ def quantize_layers(
 
 
 def in_one_batch(windows: Sequence[Sequence[int]]) -> tuple[FlatBatch, int]:
-    """The windows as the prompts of one batch, each in blocks of its own; and how many blocks that takes."""
+    """Return the windows as the prompts of one batch, each in its own blocks, and the number of blocks used."""
     rows, used = [], 0
     for ids in windows:
         blocks = range(used, used := used + -(-len(ids) // BLOCK_SIZE))
@@ -90,26 +91,26 @@ FIRST = "model.layers.0."
 
 
 class LayerInMaking(Llama):
-    """A Llama of one layer, which quantizes each matrix when its inputs come."""
+    """A one-layer Llama that quantizes each matrix when its inputs arrive."""
 
     def __init__(self, config: ModelConfig, own: Mapping[str, Array], recipe: Recipe, num_blocks: int) -> None:
         """`own`: the layer's weights: "input_layernorm.weight", ..."""
         cache = KVCache(1, num_blocks, BLOCK_SIZE, config.num_key_value_heads, config.head_dim)
         self.made: dict[str, Weight] = {}
-        """What has changed, by its name in this Llama."""
+        """The changed weights, by their names in this Llama."""
         self._recipe = recipe
-        self._scales: dict[str, Array] = {}  # by the matrix: what its inputs are yet to be divided by, [in]
+        self._scales: dict[str, Array] = {}  # matrix -> scales [in] by which its inputs still have to be divided
         whole = {FIRST + name: each for name, each in own.items()}
         super().__init__(replace(config, num_hidden_layers=1), whole, cache)
 
     def through(self, x: Array, tokens: FlatBatch) -> Array:
-        """x [tokens, hidden] before the layer -> after it, as it is when quantized."""
+        """Return x [tokens, hidden] after the quantized layer; the layer is quantized on the way."""
         rotation = rotary_tables(tokens.positions, self.inverse_frequencies, x.dtype)
         x = x + self._attention(0, self._norm(f"{FIRST}input_layernorm", x), tokens, rotation)
         return x + self._swiglu(0, self._norm(f"{FIRST}post_attention_layernorm", x))
 
     def _linear(self, name: str, x: Array) -> Array:
-        """x [tokens, in] through a matrix that is quantized now, unless it has been."""
+        """Multiply x [tokens, in] by a matrix, which is quantized now unless it already has been."""
         for fed in FED:
             if name == FIRST + fed.names[0]:
                 self._quantize(fed, x)
@@ -122,7 +123,7 @@ class LayerInMaking(Llama):
         weights = [np.asarray(self.weights[f"{name}.weight"]) for name in names]  # [out, in] each
         hessian = x.T @ x / x.dtype.type(len(x))  # [in, in]
         if not np.isfinite(hessian).all():
-            raise ModelError(f"{fed.names[0]} is given numbers that are infinite or none at all")
+            raise ModelError(f"the inputs of {fed.names[0]} are infinite or NaN")
         if self._recipe.method == "gptq":
             self._make(
                 {f"{name}.weight": gptq(w, hessian, self._recipe) for name, w in zip(names, weights, strict=True)}
@@ -139,15 +140,18 @@ class LayerInMaking(Llama):
             self._make({f"{name}.weight": make})
 
     def _can_scale(self, fed: Fed) -> bool:
-        """Whether the source's rows are these inputs one by one. Where heads share values (grouped-query attention), a
-        row of v_proj is several inputs of o_proj; and a bias would have to be divided too."""
+        """Whether the inputs correspond one to one to the source's rows.
+
+        Where heads share values (grouped-query attention), a row of v_proj makes several inputs of o_proj; and a bias
+        would have to be divided too.
+        """
         source = self.weights[f"{FIRST}{fed.source}.weight"]
         num_inputs = self.weights[f"{FIRST}{fed.names[0]}.weight"].shape[1]
         return source.shape[0] == num_inputs and f"{FIRST}{fed.source}.bias" not in self.weights
 
     def _divide(self, name: str, scales: Array) -> None:
-        """The outputs of a norm, or of a matrix that has been quantized already, by `scales` [out]. A row's codes stay
-        the same when the row is divided; its scales are divided."""
+        """Divide the outputs of a norm, or of a quantized matrix, by `scales` [out]. Dividing a row of a quantized
+        matrix divides its scales and leaves its codes unchanged."""
         weight = self.weights[name]
         if isinstance(weight, Grouped):
             divided = (weight.scales / scales[:, None]).astype(np.float16)  # [out, groups]

@@ -1,15 +1,15 @@
-"""Round to nearest: every weight takes the code that comes closest, and nothing is asked but the weights.
+"""Round to nearest: every weight gets the nearest code. Only the weights are needed, no calibration text.
 
 A group of weights has a *grid* of 2**bits values, evenly spaced:
 
     w = (q - z) * s        q: 0 .. 2**bits - 1      s: the step between two values      z: the code that means 0
 
-The grid reaches from the group's smallest weight to its largest, and 0 is on it. A symmetric one reaches as far to
-both sides, and its zero is the middle. The other methods use the same grids: GPTQ chooses other codes, AWQ moves the
-weights before.
+The grid reaches from the group's smallest weight to its largest, and 0 is on it. A symmetric grid reaches equally far
+to both sides, with 0 in the middle. The other methods use the same grids: GPTQ chooses other codes, and AWQ scales the
+weights first.
 
-Steps are rounded to float16 as soon as they are found, since they are stored so: codes are chosen for the values that
-a reader will compute.
+Steps are stored in float16, so they are rounded to float16 as soon as they are computed. Codes are then chosen for
+exactly the values that a reader will compute.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from minipaged.models.quantized.recipe import Recipe
 from minipaged.models.quantized.stored import Array, Grouped, pack
 
 SMALLEST = 2.0**-24
-"""A step is at least the smallest float16 over 0: that of a group of zeros."""
+"""The lower bound of a step: the smallest float16 above 0. It is the step of a group of zeros."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The values that weights can take, for as many groups as `scales` has entries."""
+    """The values that weights can take, for each of the groups in `scales`."""
 
     scales: Array
-    """Steps, each of them a float16, in the weights' dtype."""
+    """Steps: float16 values, in the dtype of the weights."""
     zeros: Array
     """The codes that mean 0: whole numbers, in the same shape and dtype."""
     top: int
@@ -39,9 +39,11 @@ class Grid:
 
     @classmethod
     def over(cls, groups: Array, recipe: Recipe, shrink: float = 1) -> Grid:
-        """The grids of groups [..., inputs of a group], each for its own weights: scales and zeros [..., 1].
+        """Return the grids of groups [..., inputs per group], each fitted to its own weights: scales and zeros [...,
+        1].
 
-        `shrink`: the share of the range that the grid covers; weights beyond take its ends.
+        `shrink`: the fraction of the range that the grid covers; weights beyond it are clipped to its ends. Raises
+        ModelError for weights that are not finite, or too large for float16 scales.
         """
         low = shrink * groups.min(axis=-1, keepdims=True, initial=0)  # [..., 1]
         high = shrink * groups.max(axis=-1, keepdims=True, initial=0)  # [..., 1]
@@ -51,7 +53,7 @@ class Grid:
         with np.errstate(over="ignore"):
             scales = np.maximum((high - low) / recipe.top, SMALLEST).astype(np.float16)  # [..., 1]
         if not np.isfinite(scales).all():
-            raise ModelError("weights that are infinite, no numbers, or too large for scales in float16")
+            raise ModelError("weights are infinite, NaN, or too large for float16 scales")
         scales = scales.astype(groups.dtype)  # [..., 1]
         zeros = np.clip(np.rint(-low / scales), 0, recipe.top)  # [..., 1]
         if recipe.symmetric:
@@ -59,21 +61,21 @@ class Grid:
         return cls(scales, zeros, recipe.top)
 
     def __getitem__(self, group: Array | int) -> Grid:
-        """Of some of the groups: an index into the first dimension."""
+        """Return the grids of some groups, by an index into the first dimension."""
         return Grid(self.scales[group], self.zeros[group], self.top)
 
     def encode(self, weights: Array) -> Array:
-        """The nearest codes, as floats. The shapes of grid and weights have to go together."""
+        """Return the nearest codes, as floats. The shapes of grid and weights must broadcast."""
         codes: Array = np.clip(np.rint(weights / self.scales) + self.zeros, 0, self.top)
         return codes
 
     def decode(self, codes: Array) -> Array:
-        """What they stand for."""
+        """Return the weights that the codes represent."""
         return (codes - self.zeros) * self.scales
 
 
 def rtn(weight: Array, recipe: Recipe) -> Grouped:
-    """weight [out, in], each one rounded to the grid of its group."""
+    """Quantize weight [out, in]: round each weight to the grid of its group."""
     num_outputs, num_inputs = weight.shape
     groups = weight.reshape(num_outputs, -1, recipe.size(num_inputs))  # [out, groups, inputs of a group]
     grid = Grid.over(groups, recipe)  # [out, groups, 1]
@@ -81,9 +83,9 @@ def rtn(weight: Array, recipe: Recipe) -> Grouped:
 
 
 def packed(codes: Array, grid: Grid, recipe: Recipe, group_index: Array | None = None) -> Grouped:
-    """codes [out, in], with a grid of as many entries as there are outputs and groups, as a stored matrix.
+    """Pack codes [out, in] and their grid, which has an entry per output and group, into a stored matrix.
 
-    `group_index` [in]: the group of each input, where groups are no neighbours.
+    `group_index` [in]: the group of each input, if groups are not made of neighbouring inputs.
     """
     num_outputs, num_inputs = codes.shape
     scales = grid.scales.reshape(num_outputs, -1)  # [out, groups]

@@ -1,6 +1,6 @@
-"""The live page: the blocks, queues and figures of an engine while it serves, and a chat box to make it serve.
+"""The live page: the blocks, queues and figures of an engine while it serves, with a chat box to send requests.
 
-watch.py     the engine's events, folded into what is so now; each page is sent what it has not seen, ten times a second
-routes.py    the page at /, its files, and its stream of changes
-live.html    the page, with live.css and live.js: it keeps the last changes, so that one can step back
+watch.py     follows the engine's events, and sends each page the changes that it has not seen, ten times a second
+routes.py    the routes of the page at /, of its files, and of its stream of changes
+live.html    the page, with live.css and live.js; it keeps the last changes, so that one can step back
 """

@@ -1,19 +1,19 @@
-/* The live page: what an engine's blocks, queues and figures are now, and were a moment ago.
+/* The live page: an engine's blocks, queues and figures, now and in the last minute.
  *
- * /live/events tells what has changed, ten times a second at most (minipaged/serve/live/watch.py says how). A frame is
- * applied to the state before it; the last frames are kept, and a copy of the state now and then, so that one can step
- * back. The page decides nothing, and works out nothing that the server could tell.
+ * /live/events sends the changes, at most ten times a second (minipaged/serve/live/watch.py has the format). A frame is
+ * applied to the state before it. The last frames are kept, with a copy of the state now and then, so that one can step
+ * back. The page computes nothing that the server could send.
  */
-const KEPT = 600; // frames that can be gone back to
+const KEPT = 600; // frames that one can step back to
 const SPACING = 50; // frames between two copies of the state
-const MOST_ENDED = 64; // requests that have ended, which the server remembers
+const MOST_ENDED = 64; // ended requests that are kept, as on the server
 const MOST_ROWS = 24;
-const SECONDS = 60; // of the plots
+const SECONDS = 60; // on the time axis of the plots
 const LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz*";
-// White letters can be read on them, and they stand out from a white page and from a dark one; neighbours are unlike.
+// White letters are readable on each color, each stands out from light and dark pages, and neighbours are unlike.
 const COLORS = ["#096ed2", "#b94e0a", "#027c7c", "#cf0a98", "#417d0a", "#714dfc", "#976500", "#057898", "#db084a",
   "#037e5b", "#ad2dda", "#78710d"];
-const NO_LETTER = LETTERS.length - 1; // for sequences that came when all letters were taken
+const NO_LETTER = LETTERS.length - 1; // for sequences that started when all letters were taken
 const NO_COLOR = "#6b6f78";
 const colorOf = (letter) => (letter === NO_LETTER ? NO_COLOR : COLORS[letter % COLORS.length]);
 const GONE_ON = new Set(["waiting", "running", "swapped"]);
@@ -25,7 +25,7 @@ const make = (tag, attributes = {}, ...children) => {
   node.append(...children);
   return node;
 };
-/** Set a text only where it changes: what is unchanged is neither drawn nor read out again. */
+/** Set a node's text only if it changes, so that an equal text is neither drawn nor read out again. */
 const say = (node, text) => { if (node.textContent !== text) node.textContent = text; };
 const count = (n, thing) => `${n.toLocaleString("en")} ${thing}${n === 1 ? "" : "s"}`;
 
@@ -33,11 +33,11 @@ const count = (n, thing) => `${n.toLocaleString("en")} ${thing}${n === 1 ? "" : 
 
 class Blocks {
   constructor(number) {
-    this.letter = new Int8Array(number).fill(-1); // of the first holder; -1: nobody
+    this.letter = new Int8Array(number).fill(-1); // of the first holder; -1: no holder
     this.holders = new Uint16Array(number);
     this.filled = new Uint16Array(number);
     this.cached = new Uint8Array(number);
-    this.reached = 0; // blocks before the first of those that nobody has had yet
+    this.reached = 0; // the highest block ever used, plus 1
   }
   get length() { return this.letter.length; }
   apply(runs) {
@@ -69,7 +69,7 @@ class Blocks {
 
 class State {
   constructor() {
-    this.sizes = [0, 0, 1, 1]; // device blocks, host blocks, slots of a block, tokens of the longest sequence
+    this.sizes = [0, 0, 1, 1]; // device blocks, host blocks, slots per block, tokens of the longest sequence
     this.device = new Blocks(0);
     this.host = new Blocks(0);
     this.requests = new Map(); // number -> {number, id, queue, letters, prompt, found, runs, ttft, generated}
@@ -90,7 +90,7 @@ class State {
     for (const [number, id, queue, letters, prompt, found, runs, ttft, generated] of rows) {
       this.requests.set(number, {number, id, queue, letters, prompt, found, runs, ttft, generated});
     }
-    // One that is told is not changed: a copy of this state has it too.
+    // A request is replaced and not changed, because copies of this state share it.
     for (const [number, generated] of frame.grown ?? []) {
       this.requests.set(number, {...this.requests.get(number), generated});
     }
@@ -114,7 +114,7 @@ class History {
     this.latest = new State();
     this.first = 0; // the number of the earliest frame that is kept
     this.frames = [];
-    this.copies = []; // the states before every SPACING-th of them
+    this.copies = []; // the states before every SPACING-th frame
   }
   get last() { return this.first + this.frames.length - 1; }
   push(frame) {
@@ -124,10 +124,10 @@ class History {
       this.first += SPACING;
     }
     if (this.frames.length % SPACING === 0) this.copies.push(this.latest.copy());
-    this.frames.push({...frame, figures: frame.figures.slice(-1)}); // the others are kept for the plots
+    this.frames.push({...frame, figures: frame.figures.slice(-1)}); // `series` keeps the other figures, for the plots
     this.latest.apply(frame);
   }
-  /** The state after a frame. */
+  /** Return the state after a frame. */
   at(number) {
     const place = number - this.first;
     const copied = Math.floor(place / SPACING);
@@ -140,27 +140,27 @@ class History {
 // --- The map --------------------------------------------------------------------------------------
 
 const PITCHES = [56, 44, 32, 24, 18, 14, 11, 9, 7, 6, 5]; // CSS pixels from one block to the next
-const FEWEST = 256; // blocks that are drawn, where there are so many
+const FEWEST = 256; // blocks drawn at least, if the pool has them
 
-/** Blocks to draw, of all: those that were ever used, and as many again at most, so that the map seldom changes. */
+/** Return the number of blocks to draw: at least those ever used, in powers of two, so that the map seldom changes. */
 const drawnOf = (reached, all) => {
   let number = FEWEST;
   while (number < reached) number *= 2;
   return Math.min(number, all);
 };
 
-/** Blocks are handed out from the first on: those behind are not drawn before their turn comes. The box around a map
- * has the height that it may take (live.css); where cells as small as they get do not fit, it scrolls, and what is in
- * view is drawn. */
+/** A map of a pool's blocks. The allocator starts with the first blocks, and blocks are drawn only when they come into
+ * use. The box around the map has a maximum height (live.css). If the smallest cells do not fit, it scrolls, and only
+ * the visible part is drawn. */
 class MemoryMap {
-  /** `beside`: a map whose cells are as large as these may be. */
+  /** `beside`: another map, whose cells are never smaller than this one's. */
   constructor(canvas, describe, beside) {
     this.canvas = canvas;
     this.describe = describe;
     this.beside = beside;
     this.box = canvas.parentElement;
     this.blocks = new Blocks(0);
-    this.number = 0; // of blocks that are drawn
+    this.number = 0; // blocks that are drawn
     this.marked = new Set();
     this.cursor = 0;
     canvas.addEventListener("pointermove", (at) => this.point(at));
@@ -190,7 +190,7 @@ class MemoryMap {
     this.draw();
     this.tell();
   }
-  /** Scroll as little as brings a block into view. */
+  /** Scroll a block into view, by as little as possible. */
   reveal(block) {
     const top = Math.floor(block / this.columns) * this.pitch;
     const {scrollTop, clientHeight} = this.box;
@@ -227,7 +227,7 @@ class MemoryMap {
     Object.assign(this, {blocks, number, marked, size});
     if (!this.canvas.clientWidth) return;
     const [pen, first, end] = this.layOut();
-    const {color: strong, caretColor: faint} = getComputedStyle(this.canvas); // as they are in this light
+    const {color: strong, caretColor: faint} = getComputedStyle(this.canvas); // they depend on the color scheme
     const side = this.pitch - (this.pitch > 24 ? 4 : this.pitch > 12 ? 2 : 1);
     for (let i = first; i < end; i++) {
       const x = (i % this.columns) * this.pitch + 1;
@@ -245,7 +245,7 @@ class MemoryMap {
         side + 2, side + 2);
     }
   }
-  /** Solid; its letter and number of holders where there is room, and below them how full it is if it is not. */
+  /** Draw a held block: solid. A large cell has a letter and the number of holders, and a gauge if it is not full. */
   drawHeld(pen, blocks, i, x, y, side) {
     const [letter, holders] = [blocks.letter[i], blocks.holders[i]];
     pen.fillStyle = colorOf(letter);
@@ -257,7 +257,7 @@ class MemoryMap {
       return;
     }
     const part = blocks.filled[i] / this.size;
-    if (part < 1) { // a gauge: the white part is filled
+    if (part < 1) { // the gauge: its white part is filled
       const inset = side > 16 ? 4 : 2;
       pen.fillStyle = "#0009";
       pen.fillRect(x + inset, y + side - inset - 2, side - 2 * inset, 2);
@@ -270,13 +270,13 @@ class MemoryMap {
     pen.textAlign = "center";
     pen.textBaseline = "middle";
     pen.fillText(text, x + side / 2, y + side / 2, side);
-    if (holders > 1) { // a frame too
+    if (holders > 1) { // a shared block has a frame too
       pen.strokeStyle = "#fff";
       pen.lineWidth = 1;
       pen.strokeRect(x + 1.5, y + 1.5, side - 3, side - 3);
     }
   }
-  /** Hollow, and hatched where there is room: never as dark as what is held. */
+  /** Draw a cached block: hollow, and hatched in a large cell. It is never as dark as a held block. */
   drawCached(pen, color, x, y, side) {
     pen.strokeStyle = color;
     pen.lineWidth = 1;
@@ -289,7 +289,7 @@ class MemoryMap {
     }
     pen.stroke();
   }
-  /** A dashed frame, or a dot in the middle. */
+  /** Draw a free block: a dashed frame, or a dot in a small cell. */
   drawFree(pen, color, x, y, side) {
     pen.strokeStyle = pen.fillStyle = color;
     if (side < 10) {
@@ -307,20 +307,20 @@ class MemoryMap {
 
 const [T, STEP, RUNNING, WAITING, SWAPPED, GENERATED, QUERIED, FOUND, HELD, TTFT] = Array(10).keys();
 
-/** The place of the last figures that are at least so old when those at `i` come; of the first where none are. */
+/** Return the index of the last figures that are at least `seconds` older than those at `i`; 0 if there are none. */
 const before = (series, i, seconds) => {
   let j = i;
   while (j > 0 && series[i][T] - series[j][T] < seconds) j--;
   return j;
 };
-/** Tokens generated in the second before; a second later there were none, if nothing came until `now`. */
+/** Return tokens per second over the last second. It falls to 0 a second after figures without successors. */
 const rates = (series, now) => series.flatMap((figures, i) => {
   const then = series[before(series, i, 1)];
   const rate = (figures[GENERATED] - then[GENERATED]) / Math.max(0.1, Math.min(1, figures[T] - then[T]));
   const silent = (series[i + 1]?.[T] ?? now) - figures[T] > 1;
   return silent ? [[figures[T], rate], [figures[T] + 1, 0]] : [[figures[T], rate]];
 });
-/** Share of the prompt tokens of the ten seconds before that were in the prefix cache. */
+/** Return the percentage of prompt tokens found in the prefix cache, over the last ten seconds. */
 const hits = (series) => series.flatMap((now, i) => {
   const then = series[before(series, i, 10)];
   const queried = now[QUERIED] - then[QUERIED];
@@ -328,11 +328,11 @@ const hits = (series) => series.flatMap((now, i) => {
 });
 const plain = (column) => (series) => series.map((figures) => [figures[T], figures[column]]);
 const ttfts = (series) => plain(TTFT)(series).filter(([, ttft]) => ttft !== null);
-/** Twice what three quarters of the values stay below: one that took very long does not flatten the others. */
+/** Return twice the upper quartile, as the top of the plot, so that one very long bar does not flatten the others. */
 const fence = (values) => Math.max(1, 2 * values.toSorted((a, b) => a - b)[Math.floor(0.75 * (values.length - 1))]);
 const rounded = (value, unit) => (value === undefined ? "–" : `${Math.round(value).toLocaleString("en")} ${unit}`.trim());
 
-// `text` of the values that hold at a moment, and of the figures at that moment.
+// `text` formats the values of the lines at a moment. It also receives the figures of that moment.
 const PLOTS = [
   {title: "tokens a second", lines: [rates], text: ([rate]) => rounded(rate, "")},
   {title: "running, waiting (dashed), swapped (dotted)", lines: [RUNNING, WAITING, SWAPPED].map(plain),
@@ -358,14 +358,14 @@ class Plot {
     const caption = make("figcaption", {}, make("span", {}, `${plot.title}: `), make("span", {}, this.value, this.top));
     this.figure = make("figure", {}, caption, this.svg);
   }
-  /** `series`: all figures; `figures`: those that the page shows, as they are now if it is live. */
+  /** `series`: all figures; `figures`: the ones shown, which are the newest if the page is live. */
   draw(series, figures, now, live) {
     const {lines, bars, highest, text, title} = this.plot;
     const at = live ? now : figures[T];
-    const end = Math.min(now, at + SECONDS); // what is shown stays in sight
+    const end = Math.min(now, at + SECONDS); // keeps the moment that is shown in the plot
     const begin = end - SECONDS;
     const known = lines.map((line) => line(series, now));
-    // A value holds until the next, so that the last before the minute began is drawn too; a bar is of its moment.
+    // A value on a line holds until the next, so the last value before the minute is drawn too. A bar has one moment.
     const drawn = known.map((points) => {
       const last = bars ? -1 : points.findLastIndex(([t]) => t < begin);
       return points.filter(([t], i) => (t >= begin || i === last) && t <= end);
@@ -392,19 +392,19 @@ class Plot {
 // --- The page -------------------------------------------------------------------------------------
 
 const history = new History();
-let series = []; // the figures of the last changes
-let ahead = 0; // seconds of the server's clock beyond this page's
+let series = []; // the figures of the last frames
+let ahead = 0; // seconds by which the server's clock is ahead of this page's
 let shown = null; // the number of the frame that is shown; null: the newest
 let state = history.latest;
-let stepped = null; // the frame that `state` is after, if that is not the newest
+let stepped = null; // the number of the frame that gave `state`; null: the newest
 let drawing = false;
-let highlighted = null; // the answer whose blocks are shown
-let revealed = null; // the one that the map was scrolled to
+let highlighted = null; // the answer whose blocks are highlighted
+let revealed = null; // the answer to whose blocks the map was scrolled
 
 const plots = PLOTS.map((plot) => new Plot(plot));
 find("plots").append(...plots.map((plot) => plot.figure));
 
-/** What there is to say of a block. */
+/** Return a function that describes a block in words. */
 const describe = (blocks, host) => (block) => {
   const holders = blocks().holders[block];
   const name = `${host ? "host block" : "block"} ${block}`;
@@ -417,7 +417,7 @@ const describe = (blocks, host) => (block) => {
   return `${name}: held by ${who}${others}${cached}; ${blocks().filled[block]} of ${count(state.sizes[2], "slot")} filled`;
 };
 const maps = {};
-let told = null; // the map whose block the line below tells of
+let told = null; // the map whose block the line below describes
 for (const [name, host] of [["device", false], ["host", true]]) {
   maps[name] = new MemoryMap(find(name), describe(() => state[name], host), maps.device);
   for (const kind of ["pointermove", "pointerdown", "focus", "keydown"]) {
@@ -436,7 +436,7 @@ const draw = () => {
     else if (shown !== stepped) state = history.at(shown);
     stepped = shown;
     drawHistory();
-    if (!state.sizes[0]) return; // nothing was told yet
+    if (!state.sizes[0]) return; // no frame has come yet
     drawMemory();
     drawPlots();
     drawRequests();
@@ -449,7 +449,7 @@ const drawPlots = () => {
   const now = Math.max(performance.now() / 1000 + ahead, series.at(-1)[T]);
   for (const plot of plots) plot.draw(series, state.figures, now, shown === null);
 };
-/** Time goes on while nothing happens, where somebody can see it. */
+/** Redraws the plots every second, also without new frames, while the page is visible. */
 let ticking = null;
 const tick = () => {
   clearInterval(ticking);
@@ -483,16 +483,16 @@ const drawMemory = () => {
   find("host-memory").hidden = !host.length;
   const onHost = host.counts().held;
   say(find("host-counts"), `Host memory: ${onHost || "none"} of ${count(host.length, "block")} held`);
-  find("host").parentElement.hidden = !history.latest.host.reached; // it may never be
+  find("host").parentElement.hidden = !history.latest.host.reached; // most runs never use it
   const marked = new Set(highlighted?.blocks());
   for (const [name, map] of Object.entries(maps)) {
     const all = state[name].length;
-    // As one steps back, the map stays as it is.
+    // The map keeps its size when one steps back.
     const number = drawnOf(Math.max(state[name].reached, history.latest[name].reached), all);
     map.draw(state[name], number, name === "device" ? marked : new Set(), sizes[2]);
     map.canvas.setAttribute("aria-valuemax", Math.max(0, number - 1));
     const rest = [];
-    if (number < all) rest.push(`… ${count(all - number, "more block")} that nobody has had yet`);
+    if (number < all) rest.push(`… ${count(all - number, "more block")} not used yet`);
     if (map.box.scrollHeight > map.box.clientHeight) rest.push("The map scrolls.");
     say(find(`${name}-rest`), rest.join(". "));
     find(`${name}-rest`).hidden = !rest.length || map.box.hidden;
@@ -520,7 +520,7 @@ const drawRequests = () => {
     return make("tr", {}, make("td", {}, ...letters), make("td", {title: request.id}, id),
       ...[request.queue, request.prompt, request.found, request.generated, ttft].map((cell) => make("td", {}, `${cell}`)));
   }));
-  say(find("more"), live.length > MOST_ROWS ? `and ${live.length - MOST_ROWS} more that go on` : "");
+  say(find("more"), live.length > MOST_ROWS ? `and ${live.length - MOST_ROWS} more that have not ended` : "");
 };
 
 const go = (number) => {
@@ -544,7 +544,7 @@ const status = (text, bad = false) => {
   find("status").className = bad ? "bad" : "";
 };
 
-/** The data of server-sent events, as they come; a sign of life has none. */
+/** Yield the data of server-sent events, as they come. A keep-alive has none. */
 async function* dataOf(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -572,7 +572,7 @@ const askForKey = () => new Promise((resolve) => {
 const follow = async () => {
   const response = await fetch("/live/events", {headers: headers()});
   if (response.status === 401) {
-    status(key ? "this key is not the server's" : "this server has a key", true);
+    status(key ? "this key is not the server's" : "this server requires a key", true);
     await askForKey();
     return;
   }
@@ -584,8 +584,8 @@ const follow = async () => {
     const frame = JSON.parse(text);
     series = [...(frame.whole ? [] : series), ...frame.figures].slice(-KEPT);
     history.push(frame);
-    ahead = Math.max(ahead, series.at(-1)[T] - performance.now() / 1000); // this computer's may have slept
-    if (history.latest.error) status(`what the engine does cannot be followed: ${history.latest.error}`, true);
+    ahead = Math.max(ahead, series.at(-1)[T] - performance.now() / 1000); // this computer's clock stops while it sleeps
+    if (history.latest.error) status(`the page cannot follow the engine: ${history.latest.error}`, true);
     draw();
   }
   throw new Error("the server has closed the connection");
@@ -611,7 +611,7 @@ const followAlways = async () => {
 
 const turns = []; // the answers
 let messages = [];
-let answering = null; // what aborts the answer that is being read
+let answering = null; // the controller that aborts the answer being read
 
 class Turn {
   constructor() {
@@ -624,14 +624,14 @@ class Turn {
       draw();
     });
     this.item = make("li", {}, make("b", {}, "minipaged"), this.text, make("p", {class: "note"}, this.note, " ", this.button));
-    this.name = crypto.getRandomValues(new Uint32Array(4)).join("."); // to know its request by before any answer
+    this.name = crypto.getRandomValues(new Uint32Array(4)).join("."); // identifies its request before the answer comes
     this.request = null;
-    say(this.note, "Sent: the engine takes it up after the step that it is in.");
+    say(this.note, "Sent: the engine takes it up after its current step.");
   }
   blocks() {
     return (this.request?.runs ?? []).flatMap(([first, number]) => Array.from({length: number}, (_, i) => first + i));
   }
-  /** What the events say of the request. */
+  /** Describe the progress of the answer's request. */
   noteRequest(requests) {
     this.request = requests.findLast((request) => request.id.includes(this.name)) ?? this.request;
     if (!this.request) return;
@@ -641,13 +641,13 @@ class Turn {
       const tokens = `${count(prompt, "prompt token")}${cached}`;
       const alone = requests.every((other) => other === this.request || !GONE_ON.has(other.queue));
       say(this.note, queue === "running" || (queue === "waiting" && alone) ? `Reading ${tokens} …`
-        // A step tells what it has done when it ends.
+        // The events of a step come when it ends.
         : queue === "waiting" ? `Waiting for its turn, or being read already: ${tokens}.` : "");
       return;
     }
     const blocks = this.blocks().length;
     say(this.note, (found
-      ? `Shared ${count(blocks, "block")} with what was there before: ${found} of ${prompt} prompt tokens were in the cache.`
+      ? `Shared ${count(blocks, "block")} with earlier requests: ${found} of ${prompt} prompt tokens were in the cache.`
       : `Shared no block: all ${count(prompt, "prompt token")} were computed.`)
       + ` ${count(generated, "token")} generated.${this.usage ?? ""}`);
     this.button.hidden = !found;
@@ -661,7 +661,7 @@ const noteTurns = () => {
 const readAnswer = async (turn, signal) => {
   const response = await fetch("/v1/chat/completions", {
     method: "POST", signal, headers: {"Content-Type": "application/json", ...headers()},
-    // Small models ramble at temperature 1; these are what `minipaged chat` has.
+    // Small models ramble at temperature 1. These are the defaults of `minipaged chat`.
     body: JSON.stringify({messages, temperature: 0.2, top_p: 0.9, request_id: turn.name, stream: true,
       stream_options: {include_usage: true}}),
   });
@@ -680,7 +680,7 @@ const readAnswer = async (turn, signal) => {
 };
 
 const setAnswering = (is) => {
-  find("send").setAttribute("aria-disabled", is); // and not `disabled`, which would take its focus
+  find("send").setAttribute("aria-disabled", is); // not `disabled`, which would take away its focus
   find("stop").disabled = !is;
   say(find("wait"), is ? "Send waits for the answer to end; Stop ends it." : "");
 };
@@ -702,7 +702,7 @@ const answer = async (question) => {
   }
   if (turn.text.textContent) mine.push({role: "assistant", content: turn.text.textContent});
   else mine.pop(); // a question without an answer would be asked again with the next one
-  if (find("stop") === document.activeElement) find("question").focus(); // it would lose the focus
+  if (find("stop") === document.activeElement) find("question").focus(); // a disabled button would lose the focus
   answering = null;
   setAnswering(false);
   draw();
@@ -734,5 +734,5 @@ find("anew").addEventListener("click", () => {
   draw();
 });
 
-globalThis.minipaged = {history, maps, shown: () => state}; // for whoever looks with the browser's console
+globalThis.minipaged = {history, maps, shown: () => state}; // for the browser's console
 followAlways();

@@ -1,7 +1,7 @@
-"""The live page and its stream: GET / (the page), its two files, and GET /live/events (server-sent events).
+"""The routes of the live page: GET / (the page), its two files, and GET /live/events (server-sent events).
 
-The page and its files are the same for everybody, and open. What the engine does is told by /live alone, which is
-behind the key where there is one: the page asks for it, and sends it as the chat box does.
+The page and its files are static and public. Only /live shows the engine's state. It requires the API key, if the
+server has one. The page asks the user for the key, and sends it with the stream and the chat box.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ FILES = {
 HEADERS = {
     "Cache-Control": "no-cache",
     "X-Content-Type-Options": "nosniff",
-    # The browser itself sees to it that nothing is asked for elsewhere.
+    # The browser then loads nothing from other servers.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
 }
 
 
 def live_routes(watch: Watch) -> APIRouter:
-    """The routes of the page that shows what `watch` follows. Their streams end with `watch.close()`."""
+    """Return the routes of a page that shows the state in `watch`. Its streams end after `watch.close()`."""
     routes = APIRouter(include_in_schema=False)
     for path, (name, kind) in FILES.items():
         routes.get(path)(_file((HERE / name).read_bytes(), kind))
 
     @routes.get("/live/events")
     async def events() -> StreamingResponse:
-        headers = HEADERS | {"Live-Clock": f"{watch.now:.3f}"}  # the last figures may be old
+        headers = HEADERS | {"Live-Clock": f"{watch.now:.3f}"}  # needed, because the last figures may be old
         return StreamingResponse(_as_events(watch), media_type="text/event-stream", headers=headers)
 
     return routes

@@ -1,27 +1,27 @@
-"""An engine's events, folded while it runs, for pages that are sent only what they have not seen.
+"""Follows an engine's events while it runs, and sends each live page only the changes that it has not seen.
 
     engine's thread:  event ──► backlog                         (a few hundred nanoseconds)
     event loop:       backlog ──► State, ten times a second, a slice at a time
                       each block and request remembers when it last changed ──► a frame for each page
 
-A page has no queue. All that is known of it is the version that it has seen; its next frame is what changed since, so
-one that is slow, or sleeps, gets the newest state when it reads again, and nothing grows meanwhile. While no page looks
-nothing is folded until the backlog is long; from there on the engine's thread folds two old events for each new one.
-So a watch holds no more than its backlog, one entry a block, the requests that go on and a few that have ended.
+"Folding" an event means to apply it to the State. A page has no queue. The watch keeps only the version that the page
+has seen, and its next frame holds the changes since then. So a slow or sleeping page gets the newest state when it
+reads again, and nothing grows meanwhile. While there is no page, nothing is folded until the backlog is long. From then
+on the engine's thread folds two old events for each new one. So a watch holds at most its backlog, one entry per block,
+the running requests, and a few that have ended.
 
 A frame is JSON:
 
-    whole         whether to forget everything before; then it has `sizes` too
-    sizes         device blocks, host blocks, slots of a block, tokens of the longest sequence
-    device, host  runs of blocks that are alike: [first, how many, letter, holders, filled slots, cached]; the letter is
-                  that of the first holder, as its place in replay.LETTERS, 52 for one without a letter, -1 for nobody
-    requests      [number, id, queue or how it ended, letters, prompt tokens, tokens found in the prefix cache, the runs
-                  of blocks that they were in, TTFT in ms, generated tokens]
-    grown         [number, generated tokens]: all that is new of a request
+    whole         whether the page must forget all earlier frames; such a frame has `sizes` too
+    sizes         device blocks, host blocks, slots per block, tokens of the longest sequence
+    device, host  runs of equal blocks: [first, number, letter, holders, filled slots, cached]; the letter is the first
+                  holder's, as its index in replay.LETTERS, 52 for a holder without a letter, -1 without a holder
+    requests      [number, id, queue or reason of its end, letters, prompt tokens, tokens found in the prefix cache, the
+                  runs of blocks that held those, TTFT in ms, generated tokens]
+    grown         [number, generated tokens] of requests of which nothing else has changed
     figures       [seconds, step, running, waiting, swapped, generated tokens, tokens looked up in the prefix cache,
-                  of them found, blocks held, TTFT in ms], one for each time something was folded; the tokens are sums
-                  since the start
-    error         why the run cannot be followed any further, if it cannot
+                  tokens found there, blocks held, TTFT in ms], one per version; the tokens are sums since the start
+    error         why the watch can no longer follow the events; only if that is so
 """
 
 from __future__ import annotations
@@ -36,116 +36,98 @@ from typing import Any
 
 import msgspec
 
+from minipaged import events as ev
 from minipaged.engine.engine import Engine
-from minipaged.events import (
-    BlockCached,
-    BlockCopied,
-    BlockDeduplicated,
-    BlockEvicted,
-    BlocksFreed,
-    BlocksLoaded,
-    EngineStarted,
-    Event,
-    PrefixReused,
-    RequestAdmitted,
-    RequestArrived,
-    RequestFinished,
-    RequestPreempted,
-    SequenceFinished,
-    SequenceForked,
-    StepFailed,
-    SwappedIn,
-    SwappedOut,
-    TokenGenerated,
-    TokensComputed,
-)
+from minipaged.events import Event
 from minipaged.replay.state import LETTERS, PoolState, State
 
 INTERVAL = 0.1
 """Seconds between two frames of a page."""
 SLICE = 0.002
-"""Seconds of folding before the event loop is let go on."""
+"""Seconds of folding before the event loop may run other tasks."""
 LONGEST_BACKLOG = 20_000
-"""Events; what comes after is paid for by the engine's thread."""
+"""The number of events that may wait in the backlog. Beyond it the engine's thread helps to fold them."""
 KEPT_FIGURES = 600
 KEPT_REQUESTS = 64
-"""That have ended."""
+"""The number of ended requests that are kept."""
 QUIET = 10.0
-"""Seconds without any change, after which a page is sent a sign of life: either side notices the end of the other."""
+"""Seconds without a change after which a page gets a keep-alive. It shows each side that the other is still there."""
 NOBODY = -1
 PLACES = {letter: place for place, letter in enumerate(LETTERS)}
 
 
 @dataclass(eq=False, slots=True)
 class WatchedRequest:
-    """One request, as the page lists it."""
+    """A request in the page's list."""
 
     number: int
     name: str
     num_prompt_tokens: int
     arrived: float
-    """When, in seconds of the watch's clock."""
+    """The time of arrival, in seconds on the watch's clock."""
     num_generated: int = 0
     found: tuple[int, ...] = ()
-    """Blocks of the prefix cache that its first table began with."""
+    """The cached blocks that the request's first block table began with."""
     ttft: float | None = None
-    """Seconds from its arrival to its first token."""
+    """Seconds from arrival to the first token."""
     ended: str = ""
+    """Why the request ended; empty while it has not."""
     changed: int = 0
-    """The version in which anything of it changed last."""
+    """The version of the last change."""
     told: int = 0
-    """The version in which something else than `num_generated` did."""
+    """The version of the last change of any field but `num_generated`."""
 
 
 class Watch:
-    """A listener of one engine's events, from its first on; and frames for as many pages as look.
+    """A listener that follows one engine's events from the first one on, and makes frames for any number of pages.
 
-    `frames` and `close` are for one event loop; calling it is for the engine's thread. `clock`: in seconds.
+    The engine's thread calls the watch with events. Call `frames` and `close` in one event loop. `clock` returns
+    seconds.
     """
 
     def __init__(self, *, interval: float = INTERVAL, clock: Callable[[], float] = time.perf_counter) -> None:
         self.state = State()
         self.error = ""
-        """Why the events cannot be followed any further."""
+        """Why the watch can no longer follow the events; empty while it can."""
         self._interval = interval
         self._clock = clock
         self._began = clock()
         self._backlog: deque[tuple[float, Event]] = deque()
-        self._lock = Lock()  # whoever folds has it, and whoever reads what was folded
+        self._lock = Lock()  # held while folding, and while reading the folded state
         self._in_turn = asyncio.Lock()  # pages fold one after another
         self._closed = False
         self._next_fold = 0.0
-        self._version = 0  # of what is folded and told; what is being folded belongs to the next
-        self._dirty = False  # whether anything was folded that belongs to the next
+        self._version = 0  # of the last complete state; events that are being folded belong to the next version
+        self._dirty = False  # whether an event of the next version has been folded
         self._last_frame = (0, 0, b"")
         self._forget_run()
 
     def _forget_run(self) -> None:
-        """Another run begins: nothing of the one before is left."""
-        self._whole_since = self._version + 1  # who has not seen this version is told everything
-        self._device: OrderedDict[int, int] = OrderedDict()  # block -> version of its last change, in that order
+        """Forget everything about the run, because another one begins."""
+        self._whole_since = self._version + 1  # a page that has not seen this version gets a whole frame
+        self._device: OrderedDict[int, int] = OrderedDict()  # block -> version of its last change, sorted by version
         self._host: OrderedDict[int, int] = OrderedDict()
-        self._requests: OrderedDict[str, WatchedRequest] = OrderedDict()  # in the order of their last changes
+        self._requests: OrderedDict[str, WatchedRequest] = OrderedDict()  # sorted by their last changes
         self._ended: deque[WatchedRequest] = deque()
         self._figures: deque[tuple[int, tuple[Any, ...]]] = deque(maxlen=KEPT_FIGURES)
         self._num_requests = self._num_queried = 0
-        self._ttft: float | None = None  # the longest since the last figures
+        self._ttft: float | None = None  # the longest one since the last figures
 
     @classmethod
     def of(cls, engine: Engine) -> Watch:
-        """One that listens to an engine that has done nothing yet; its pages show its memory at once."""
+        """Make a watch of an engine that has not run yet. Its pages show the engine's memory from the beginning."""
         watch, config = cls(), engine.config
-        watch(EngineStarted(config.num_blocks, config.num_swap_blocks, config.block_size, config.max_model_len))
-        engine.listeners.append(watch)  # which tells of its start again, with what it does first
+        watch(ev.EngineStarted(config.num_blocks, config.num_swap_blocks, config.block_size, config.max_model_len))
+        engine.listeners.append(watch)  # the engine sends EngineStarted again, before its first other event
         return watch
 
     # --- For the engine's thread ------------------------------------------------------------------
 
     def __call__(self, event: Event) -> None:
-        """Take one more event."""
+        """Add an event to the backlog. If that is too long, fold two events."""
         self._backlog.append((self._clock(), event))
         over = len(self._backlog) - LONGEST_BACKLOG
-        if over > 0 and self._lock.acquire(blocking=over > LONGEST_BACKLOG):  # the event loop may be folding just now
+        if over > 0 and self._lock.acquire(blocking=over > LONGEST_BACKLOG):  # the event loop may be folding now
             try:
                 self._fold(2)
             finally:
@@ -153,13 +135,13 @@ class Watch:
 
     @property
     def now(self) -> float:
-        """Seconds since it began, as the figures have them."""
+        """Seconds since the watch began, as in the figures."""
         return self._clock() - self._began
 
     # --- For the event loop -----------------------------------------------------------------------
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """What one page is sent: everything, and from then on what has changed. Empty: only a sign of life."""
+        """Yield the frames for one page: first the whole state, then changes. An empty frame is a keep-alive."""
         seen, last = 0, self._clock()
         while not self._closed:
             await self._catch_up()
@@ -173,25 +155,25 @@ class Watch:
             await asyncio.sleep(self._interval)
 
     def close(self) -> None:
-        """End all pages' frames, within one interval."""
+        """End the frames of all pages, within one interval."""
         self._closed = True
 
     async def _catch_up(self) -> None:
-        """Fold what has come, unless that was done a moment ago for another page."""
+        """Fold the backlog, unless that was done a moment ago for another page."""
         async with self._in_turn:
             if self._clock() < self._next_fold:
                 return
-            remaining = len(self._backlog)  # what comes meanwhile is for the next time
+            remaining = len(self._backlog)  # events that come meanwhile wait for the next call
             while remaining > 0:
                 with self._lock:
                     remaining -= self._fold(remaining, until=self._clock() + SLICE)
                 await asyncio.sleep(0)
             with self._lock:
                 self._end_version()
-            self._next_fold = self._clock() + self._interval * 0.9  # whoever wakes next is not quite in time
+            self._next_fold = self._clock() + self._interval * 0.9  # 0.9, because a page may wake a little early
 
     def _end_version(self) -> None:
-        """What was folded is one version; nothing was, no version."""
+        """Start a new version with new figures, if anything was folded since the last one."""
         if not self._dirty:
             return
         self._dirty = False
@@ -215,10 +197,11 @@ class Watch:
     # --- Folding ----------------------------------------------------------------------------------
 
     def _fold(self, most: int, until: float = float("inf")) -> int:
-        """Follow at most so many events of the backlog, and until when; returns how many there were."""
+        """Fold at most `most` events of the backlog, and stop at the time `until`. Return the number of folded events,
+        or `most` if none is left."""
         for done in range(most):
             if not self._backlog:
-                break  # the other thread was quicker
+                break  # another thread has folded the rest
             if done % 16 == 15 and self._clock() >= until:
                 return done
             moment, event = self._backlog.popleft()
@@ -227,15 +210,15 @@ class Watch:
             self._dirty = True
             try:
                 self._follow(event, moment)
-            except (LookupError, ValueError) as error:  # never the engine's trouble
+            except (LookupError, ValueError) as error:  # must not stop the engine
                 self.error = f"{event.name} does not follow from what happened before: {error!r}"
         return most
 
     def _follow(self, event: Event, moment: float) -> None:
-        """One event: who changes by it, in the state before and after."""
+        """Apply an event to the state, and note which blocks and requests it changes."""
         state, device = self.state, self._device
         match event:
-            case TokensComputed():
+            case ev.TokensComputed():
                 sequence = state.sequences[event.sequence]
                 first = sequence.num_computed // state.block_size
                 begins = not sequence.table
@@ -243,39 +226,39 @@ class Watch:
                 self._touch(device, sequence.table[first:])
                 if begins:
                     self._tell(sequence.request.name)
-            case TokenGenerated():
+            case ev.TokenGenerated():
                 state.apply(event)
                 self._generated(event.request, moment)
-            case BlockCopied():
+            case ev.BlockCopied():
                 state.apply(event)
                 self._touch(device, (event.source, event.destination))
-            case BlocksFreed():
+            case ev.BlocksFreed():
                 sequence = state.sequences[event.sequence]
                 self._touch(self._host if sequence.swapped else device, event.blocks)
                 state.apply(event)
                 self._tell(sequence.request.name)
-            case PrefixReused():
+            case ev.PrefixReused():
                 state.apply(event)
                 self._touch(device, event.blocks)
                 self._reused(event)
-            case BlocksLoaded():
+            case ev.BlocksLoaded():
                 state.apply(event)
                 self._touch(device, event.blocks)
                 self._tell(state.sequences[event.sequence].request.name)
-            case SwappedOut() | SwappedIn():
+            case ev.SwappedOut() | ev.SwappedIn():
                 state.apply(event)
                 for one, other in event.pairs:
-                    on_device, on_host = (one, other) if isinstance(event, SwappedOut) else (other, one)
+                    on_device, on_host = (one, other) if isinstance(event, ev.SwappedOut) else (other, one)
                     self._touch(device, (on_device,))
                     self._touch(self._host, (on_host,))
                 self._tell(event.request)
-            case BlockCached() | BlockEvicted():
+            case ev.BlockCached() | ev.BlockEvicted():
                 state.apply(event)
                 self._touch(device, (event.block,))
-            case BlockDeduplicated():
+            case ev.BlockDeduplicated():
                 state.apply(event)
                 self._touch(device, (event.own, event.cached))
-            case SequenceForked():
+            case ev.SequenceForked():
                 state.apply(event)
                 parent = state.sequences[event.parent]
                 self._touch(self._host if parent.swapped else device, parent.table)
@@ -286,35 +269,35 @@ class Watch:
 
     def _follow_request(self, event: Event, moment: float) -> None:
         match event:
-            case EngineStarted():
+            case ev.EngineStarted():
                 self._forget_run()
-            case RequestArrived():
-                if earlier := self._requests.get(event.request):  # which has ended: its id is used again
+            case ev.RequestArrived():
+                if earlier := self._requests.get(event.request):  # it has ended, and its id is used again
                     self._forget(earlier)
                 prompt = len(event.prompt_token_ids)
                 self._requests[event.request] = WatchedRequest(self._num_requests, event.request, prompt, moment)
                 self._num_requests += 1
                 self._tell(event.request)
-            case RequestAdmitted():
+            case ev.RequestAdmitted():
                 self._num_queried += event.num_looked_up
                 self._tell(event.request)
-            case RequestPreempted() | SequenceFinished():
+            case ev.RequestPreempted() | ev.SequenceFinished():
                 self._tell(event.request)
-            case RequestFinished():
+            case ev.RequestFinished():
                 self._tell(event.request)
                 self._end(self._requests[event.request], event.reason)
-            case StepFailed():
+            case ev.StepFailed():
                 for name in event.requests:
                     self._tell(name)
 
     def _touch(self, changed: OrderedDict[int, int], blocks: Iterable[int]) -> None:
-        """These blocks are not what they were."""
+        """Note that these blocks change in the next version."""
         for block in blocks:
             changed[block] = self._version + 1
             changed.move_to_end(block)
 
     def _tell(self, name: str) -> None:
-        """More of this request is not what it was than what it has generated."""
+        """Note that a request changes in the next version, in more than its number of generated tokens."""
         request = self._requests[name]
         request.changed = request.told = self._version + 1
         self._requests.move_to_end(name)
@@ -329,10 +312,10 @@ class Watch:
         request.changed = self._version + 1
         self._requests.move_to_end(name)
 
-    def _reused(self, event: PrefixReused) -> None:
+    def _reused(self, event: ev.PrefixReused) -> None:
         name = self.state.sequences[event.sequence].request.name
         request = self._requests[name]
-        if event.source == "cache" and request.ttft is None and not request.found:  # not when it comes back
+        if event.source == "cache" and request.ttft is None and not request.found:  # not after a preemption
             request.found = event.blocks
         self._tell(name)
 
@@ -343,15 +326,15 @@ class Watch:
             self._forget(self._ended[0])
 
     def _forget(self, request: WatchedRequest) -> None:
-        """Who has not seen its end is told everything."""
+        """Forget an ended request. A page that has not seen its end will get a whole frame."""
         self._ended.remove(request)
         del self._requests[request.name]
         self._whole_since = max(self._whole_since, request.changed)
 
-    # --- Telling ----------------------------------------------------------------------------------
+    # --- Frames -----------------------------------------------------------------------------------
 
     def _frame_since(self, seen: int) -> bytes:
-        """What has changed since a version, up to this one. Pages that are as far share it."""
+        """Return the frame with the changes since version `seen`. Pages that have seen the same version share it."""
         if self._last_frame[:2] != (seen, self._version):
             with self._lock:
                 self._last_frame = (seen, self._version, msgspec.json.encode(self._tell_since(seen)))
@@ -383,7 +366,7 @@ class Watch:
         return frame
 
     def _runs(self, pool: PoolState, blocks: list[int]) -> list[list[int]]:
-        """What is so of these blocks, those together that stand together and are alike."""
+        """Return the state of these blocks. Neighbours with equal states are joined to one run."""
         runs: list[list[int]] = []
         cached = self.state.cached if pool is self.state.device else ()
         sequences, holders_of, filled = self.state.sequences, pool.holders, pool.filled
@@ -419,7 +402,7 @@ class Watch:
 
 
 def _newer(changed: OrderedDict[int, int], seen: int) -> list[int]:
-    """Those that changed after a version."""
+    """Return the blocks that changed after version `seen`."""
     found = []
     for block in reversed(changed):
         if changed[block] <= seen:
@@ -429,7 +412,7 @@ def _newer(changed: OrderedDict[int, int], seen: int) -> list[int]:
 
 
 def _runs_of(blocks: Iterable[int]) -> list[list[int]]:
-    """[first, how many] of numbers in order: 7, 8, 9, 4 -> [7, 3], [4, 1]."""
+    """Group successive numbers into runs [first, number]: 7, 8, 9, 4 -> [7, 3], [4, 1]."""
     runs: list[list[int]] = []
     for block in blocks:
         if runs and block == runs[-1][0] + runs[-1][1]:

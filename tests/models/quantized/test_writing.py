@@ -213,7 +213,7 @@ LLAMA = ModelConfig.from_dict(CONFIG | {"num_hidden_layers": 2})  # inputs: 128 
     [
         ({"group_size": 128}, "gptq", r"does not divide the 320 inputs of .*down_proj.*; choose 8, 16, 32, 64, or -1"),
         ({"group_size": 7}, "gptq", "does not divide the 128 inputs"),
-        ({"act_order": "group"}, "compressed-tensors", "no longer has a tensor for; use act_order='static', or format"),
+        ({"act_order": "group"}, "compressed-tensors", "no longer supports; use act_order='static', or format"),
         ({}, "awq", "format is 'awq'; choose compressed-tensors or gptq"),
     ],
 )
@@ -226,6 +226,6 @@ def test_what_cannot_be_written_is_refused(settings: dict[str, Any], layout: Any
 def test_gptqs_words_have_to_be_full() -> None:
     """compressed-tensors fills the last one up."""
     odd = dataclasses.replace(LLAMA, intermediate_size=324)
-    with pytest.raises(InvalidRequest, match=r"324 x 128 weights, which do not fill words of 32 bits with 3 each"):
+    with pytest.raises(InvalidRequest, match=r"324 x 128 weights, which do not fill 32-bit words with 3-bit codes"):
         check_shapes(odd, Recipe(bits=3, group_size=4), "gptq")
     check_shapes(odd, Recipe(bits=3, group_size=4), "compressed-tensors")

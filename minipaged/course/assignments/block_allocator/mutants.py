@@ -142,7 +142,7 @@ BUGS = {
     ),
     "copies-the-unshared: a block with one holder is copied as well": (
         COPIES,
-        "if self._ref_counts[block] == 1:\n            return block  # nobody else reads it",
+        "if self._ref_counts[block] == 1:\n            return block",
         "pass",
     ),
     "never-copies: a shared block is written to as it is": (

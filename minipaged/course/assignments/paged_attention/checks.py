@@ -33,9 +33,10 @@ from minipaged.course.grader.search import search
 from minipaged.course.grader.serving import PROMPTS, in_engine
 from minipaged.course.sandbox.contract import Handle, Raised
 from minipaged.events import Event
-from minipaged.llm import LLM, LoadedModel
+from minipaged.llm import LLM
 from minipaged.models.config import ModelConfig
 from minipaged.params import SamplingParams
+from minipaged.setup.loaded_model import LoadedModel
 from minipaged.steps import CopyPair
 from minipaged.testing.workloads import all_sound
 from minipaged.tiers import choose_tier

@@ -34,11 +34,12 @@ from minipaged.course.grader.points import described
 from minipaged.course.grader.search import search
 from minipaged.course.sandbox.contract import Handle, Limits
 from minipaged.errors import ModelError
-from minipaged.llm import LLM, LoadedModel
+from minipaged.llm import LLM
 from minipaged.models.quantized.stored import Activations, Array, Grouped, StoredMatrix
 from minipaged.params import SamplingParams
 from minipaged.quantizing.perplexity import perplexity
 from minipaged.quantizing.texts import default_text
+from minipaged.setup.loaded_model import LoadedModel
 from minipaged.tiers import choose_tier
 
 EXAMPLES = 60

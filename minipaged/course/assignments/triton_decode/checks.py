@@ -26,8 +26,8 @@ from minipaged.course.grader.search import search
 from minipaged.course.grader.serving import PROMPTS
 from minipaged.course.sandbox.contract import Limits
 from minipaged.errors import Invariant, InvariantViolation
-from minipaged.llm import LoadedModel
 from minipaged.params import SamplingParams
+from minipaged.setup.loaded_model import LoadedModel
 from minipaged.tiers import choose_tier
 
 EXAMPLES = 20
@@ -117,14 +117,13 @@ class StudentKernels:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernels, name)
 
-    def paged_decode(
-        self, query: Any, keys: Any, values: Any, tables: Any, rows: Any, context_lens: Any, scale: float, _: None
-    ) -> Any:
-        """The last one would be the scales of keys and values in 8 bits, which these are not."""
+    def paged_decode(self, query: Any, paged: Any, scale: float) -> Any:
         import torch
 
-        cache = np.stack([keys.numpy(), values.numpy()], axis=1)  # [num_blocks, 2, kv_heads, block_size, head_dim]
-        arguments = (query.numpy(), cache, tables[rows.long()].numpy(), context_lens.numpy(), scale)
+        # [num_blocks, 2, kv_heads, block_size, head_dim]
+        cache = np.stack([paged.keys.numpy(), paged.values.numpy()], axis=1)
+        tables = paged.tables[paged.rows.long()].numpy()  # [seqs, max_blocks]
+        arguments = (query.numpy(), cache, tables, paged.context_lens.numpy(), scale)
         output, written = self._bench.process.modules[0].call("decode", *self._bench.part, *arguments)
         if written:
             raise InvariantViolation(Invariant.EXCLUSIVE_WRITE, f"it wrote to {written[0]}")

@@ -79,9 +79,10 @@ def fast_decode(
 ) -> None:
     """The fast tier's, with the student's arguments. (Where student code runs, it cannot be imported.)"""
     from minipaged.fast.gpu.attention import paged_decode
+    from minipaged.fast.kernels import Paged
 
     rows = torch.arange(len(query), dtype=torch.int32, device=DEVICE)
-    out.copy_(paged_decode(query, keys, values, block_tables, rows, context_lens, scale))
+    out.copy_(paged_decode(query, Paged(keys, values, block_tables, rows, context_lens), scale))
 
 
 def seconds(

@@ -1,0 +1,156 @@
+"""The loaded model, and checks that run before loading, so that a wrong setting fails at once and not after minutes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Unpack
+
+from minipaged import tiers
+from minipaged.engine.policies import POLICIES
+from minipaged.errors import InvalidRequest
+from minipaged.handover.kv_connector import Handshake
+from minipaged.models import hub
+from minipaged.models.config import ModelConfig
+from minipaged.models.loading import load_config
+from minipaged.models.shards import check_parallel_sizes
+from minipaged.models.tokenizer import Tokenizer
+from minipaged.params import KVCacheDtype
+from minipaged.scheduling import MakePolicy
+from minipaged.setup.settings import GivenSettings, Settings
+from minipaged.tiers import DeviceTier
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model's weights, with all that is fixed by loading them. It has no KV cache, so several LLMs can share it."""
+
+    folder: Path
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    tier: DeviceTier
+    weights: Any
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path,
+        tier: str = "auto",
+        device: str = "auto",
+        dtype: str = "auto",
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        worker_timeout: float = 60.0,
+        max_model_len: int | None = None,
+        check: Callable[[Path, ModelConfig, DeviceTier], None] | None = None,
+    ) -> LoadedModel:
+        """Find (or fetch) `model` and load it. Raises ModelError, InvalidRequest and WorkerFailed.
+
+        `max_model_len` is checked, and `check` is called (it may raise InvalidRequest), before the weights are loaded.
+        """
+        dtype = known_dtype(dtype)
+        chosen = tiers.choose_tier(tier, device, dtype)
+        folder = hub.resolve(model)
+        config = load_config(folder)
+        check_length(config, max_model_len)
+        sizes = (tensor_parallel_size, pipeline_parallel_size)
+        check_parallel_sizes(config, *sizes)
+        chosen = chosen.for_model(config, device, dtype)
+        if check:
+            check(folder, config, chosen)
+        if sizes != (1, 1) and isinstance(chosen, tiers.FastTier):
+            from minipaged.parallel.tier import ParallelTier
+
+            chosen = ParallelTier.over(chosen, *sizes, worker_timeout)
+        tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
+        return cls(folder, config, tokenizer, chosen, chosen.load_weights(folder, config))
+
+    def close(self) -> None:
+        """End the model's worker processes, if it has any (see `LLM.close`)."""
+        if close := getattr(self.weights, "close", None):  # a parallel tier's weights are its worker processes
+            close()
+
+    def settled(self, asked: Settings) -> Settings:
+        """The settings of another LLM that shares this model. Raises InvalidRequest for one that the loaded model does
+        not allow."""
+        for name in ("tier", "device", "dtype"):
+            if (value := getattr(asked, name)) != "auto":
+                raise InvalidRequest(f"{name} is {value!r}, but it was settled when the model was loaded; leave it out")
+        if isinstance(self.tier, tiers.FastTier):
+            left_open = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "worker_timeout": 60.0}
+            settled: dict[str, Any] = {}
+            for name, default in left_open.items():
+                settled[name] = getattr(self.tier, name, default)
+                if (value := getattr(asked, name)) not in (default, settled[name]):
+                    raise InvalidRequest(
+                        f"{name} is {value:g}, but the model was loaded for {settled[name]:g}; leave it out"
+                    )
+            asked = replace(asked, **settled)
+        check_length(self.config, asked.max_model_len)
+        return asked
+
+    def block_bytes(self, block_size: int, kv_cache_dtype: KVCacheDtype = "auto", tensor_parallel_size: int = 1) -> int:
+        """Bytes of one block: K and V of `block_size` tokens in every layer, on all ranks together."""
+        return self.tier.block_bytes(self.config, block_size, kv_cache_dtype, tensor_parallel_size)
+
+
+def check_before_loading(config: ModelConfig | None = None, **settings: Unpack[GivenSettings]) -> None:
+    """Raise InvalidRequest for an LLM's settings that are wrong for every model, or for the model of `config`."""
+    asked = Settings(**settings)
+    policy_named(asked.scheduling_policy)
+    tiers.check_names(asked.tier, known_dtype(asked.dtype))
+    if config is not None:
+        check_length(config, asked.max_model_len)
+        check_parallel_sizes(config, asked.tensor_parallel_size, asked.pipeline_parallel_size)
+
+
+def check_length(config: ModelConfig, max_model_len: int | None) -> None:
+    """Raise InvalidRequest if `max_model_len` is longer than the model's context length."""
+    context, made_for = config.context_length, config.max_position_embeddings
+    if max_model_len is None or max_model_len <= context:
+        return
+    why = f"this model was made for at most {context} tokens"
+    if context < made_for:
+        why = (
+            f"this model attends to the last {context} tokens only (its sliding window), and attention here has no "
+            f"sliding window; give {context} or less, where this makes no difference"
+        )
+    raise InvalidRequest(f"max_model_len is {max_model_len}; {why}")
+
+
+def check_connector(asked: Settings, folder: Path, config: ModelConfig, tier: DeviceTier) -> None:
+    """Raise InvalidRequest if the KV connector cannot be used, or if its other engines have blocks of another kind."""
+    if asked.kv_connector is not None:
+        asked.kv_connector.check(handshake(asked, folder, config, tier))
+
+
+def handshake(asked: Settings, folder: Path, config: ModelConfig, tier: DeviceTier) -> Handshake:
+    """The description of this engine's blocks, for a KV connector."""
+    return Handshake(
+        model=hub.fingerprint(folder),
+        dtype=tier.dtype,
+        kv_cache_dtype=tiers.kept_as(config, asked.kv_cache_dtype),
+        num_layers=config.num_hidden_layers,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        block_size=asked.block_size,
+    )
+
+
+def known_dtype(name: str) -> str:
+    """Our name for a dtype; vLLM has other names for two of them."""
+    return {"half": "float16", "float": "float32"}.get(name, name)
+
+
+def policy_named(policy: str | MakePolicy) -> MakePolicy:
+    """The class of the scheduling policy, given by name or as itself. Raises InvalidRequest for an unknown name."""
+    if not isinstance(policy, str):
+        return policy
+    if policy not in POLICIES:
+        names = ", ".join(map(repr, POLICIES))
+        raise InvalidRequest(
+            f"scheduling_policy is {policy!r}; choose {names}, or give a class of your own (on the command line, "
+            "FILE.py:Class)"
+        )
+    return POLICIES[policy]

@@ -94,7 +94,7 @@ class _Kept(CompileResultCacheImpl):
         super().__init__(kernel)
 
     def get_filename_base(self, fullname, abiflags):
-        """Return numba's name with the digest. numba writes index and data separately, and two versions could mix them."""
+        """Add the digest to numba's name. numba writes index and data separately, and two versions could mix them."""
         return f"{self._digest}.{super().get_filename_base(fullname, abiflags)}"
 
 
@@ -130,7 +130,7 @@ class _Folder:
 def digest_of(folder: Path) -> str:
     """Return a digest of numba's version, of the files in `folder` (which define the kernels) and of this package's
     files. After a change to any of them, kernels are compiled again."""
-    files = sorted({*folder.glob("*.py*"), *Path(__file__).parent.glob("*.py*")})  # compiled modules alone are *.pyc
+    files = sorted({*folder.glob("*.py*"), *Path(__file__).parent.glob("*.py*")})  # *.pyc: modules without source
     made_of = [numba.__version__.encode(), *(file.read_bytes() for file in files)]
     return hashlib.sha256(b"\0".join(made_of)).hexdigest()[:12]
 

@@ -78,7 +78,7 @@ def one_token(
 
 
 def _addresses(layer: Any, view: tuple[Tensor, Tensor]) -> list[int]:
-    """Return the addresses of a layer's weights, keys and values. The norms of queries and keys have 0 if it has none."""
+    """Return the addresses of a layer's weights, keys and values; 0 for norms of queries and keys that it lacks."""
     weights = (layer.qkv.weight, layer.o.weight, layer.gate_up.weight, layer.down.weight)
     norms = layer.input_norm, layer.post_norm
     between = 0 if layer.qk_norm is None else layer.qk_norm.data_ptr()
@@ -87,7 +87,7 @@ def _addresses(layer: Any, view: tuple[Tensor, Tensor]) -> list[int]:
 
 @kernel()
 def _run(layers, sizes, residual, angles, slot, pool, where, scale, eps, num_threads, number, x):
-    """residual [hidden] is overwritten; x [hidden] receives the last layer's output. angles: cos, sin [head_dim / 2]."""
+    """Overwrite residual [hidden], write the last layer's output to x [hidden]. angles: cos, sin [head_dim / 2]."""
     cos, sin = angles
     heads, intermediate = sizes
     hidden, head_dim, kv_heads, like = len(residual), 2 * len(cos), pool.kv_heads, residual[0]
@@ -120,5 +120,5 @@ def _run(layers, sizes, residual, angles, slot, pool, where, scale, eps, num_thr
 
 @inner(inline="always")
 def _at(array):
-    """Return an array's address as int64, the type it has in calls from Python, so that their compiled code is reused."""
+    """Return an array's address as int64, its type in calls from Python too, so that their compiled code is reused."""
     return np.int64(array.ctypes.data)

@@ -174,7 +174,7 @@ def _decode(query, pool, where, scale, num_threads, number, out):
 
 @inner()
 def _count_tiles(context_lens, kv_heads):
-    """Return the number of each pair's first tile, then the count of tiles: [pairs + 1]. A pair: (sequence, kv head)."""
+    """Return the index of each pair's first tile, then the count of tiles: [pairs + 1]. A pair: (sequence, kv head)."""
     first_tile = np.empty(len(context_lens) * kv_heads + 1, np.int64)
     first_tile[0] = 0
     for s in range(len(context_lens)):

@@ -1,4 +1,4 @@
-"""The wing to be fast. Which of its two sets of kernels (`kernels.py`) runs is decided here, by the device."""
+"""The fast tier. The device decides which of its two sets of kernels (`kernels.py`) runs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 def kernels_for(device: torch.device) -> Kernels:
-    """The kernels for a device: `minipaged.fast.gpu` for CUDA, else `minipaged.fast.cpu`.
+    """Return the kernels for a device: `minipaged.fast.gpu` for CUDA, else `minipaged.fast.cpu`.
 
-    Neither Triton nor numba is loaded before it is needed, and the first is not needed where there is no GPU.
+    Triton and numba are imported only when they are needed. Without a GPU, Triton is not needed.
     """
     from minipaged.fast.device import is_gpu
 

@@ -1,16 +1,16 @@
-"""PagedAttention on the device (paper, section 4.1, Eq. 4): which kernel runs, and what it is given.
+"""PagedAttention on the device (paper, section 4.1, Eq. 4): selects the kernel and prepares its arguments.
 
-The twin of `reference/attention.py`, with the same signature and the same checks. The arithmetic is the same online
-softmax, in the kernels:
+The twin of `reference/attention.py`, with the same signature and the same checks. Both kernels compute the same online
+softmax:
 
-    decode    sequences with one query. Every key and value is read once and little is done with each, so the kernel is
-              as good as its share of the memory's speed: the query heads of a group go together, and long contexts
-              are split over many workers, whose (m, l, o) are put together at the end.
-    prefill   sequences with any number of queries. Each key that is read serves a whole tile of queries, so the kernel
-              is as good as its matrix products.
+    decode    sequences with one query token. Each key and value is read once and takes little arithmetic, so the
+              memory's bandwidth is the limit. The query heads of a group share each read, and long contexts are split
+              over many workers, whose partial results (m, l, o) are merged at the end.
+    prefill   sequences with any number of query tokens. Each key that is read serves a whole tile of queries, so the
+              speed of matrix products is the limit.
 
-The model lays a mixed batch out so that each kernel gets its part of it (`llama.FlatBatch`). `gpu/attention.py` has
-them in Triton, `cpu/attention.py` and `cpu/prefill.py` in numba.
+The model lays a mixed batch out so that each kernel gets its part of it (`llama.FlatBatch`). `gpu/attention.py` has the
+kernels in Triton, `cpu/attention.py` and `cpu/prefill.py` in numba.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ def paged_attention(
     context_lens: Tensor,
     scale: float,
 ) -> Tensor:
-    """Causal attention of a mixed batch, each query over its own sequence's positions up to its own.
+    """Causal attention of a mixed batch: each query attends to its own sequence's positions up to its own.
 
     query: [tokens, heads, head_dim], sequence after sequence. Sequence s has the tokens query_start[s] to
-        query_start[s + 1] - 1, the last of its context_lens[s] positions, whose K and V are in the cache already.
-    block_tables: [seqs, max_blocks] integers, in logical order; what comes after a sequence's blocks is not looked at.
+        query_start[s + 1] - 1. They are the last of its context_lens[s] positions, and their K and V are already in the
+        cache.
+    block_tables: [seqs, max_blocks] integers, in logical order. Entries past a sequence's blocks are ignored.
     query_start: [seqs + 1] integers. context_lens: [seqs] integers, query tokens included.
     Query head h reads key/value head h // (heads / kv_heads): grouped-query attention.
 
-    Returns [tokens, heads, head_dim]. Raises IndexError for a block outside the pool, ValueError for lengths or
-    heads that do not fit together. (Looking at the numbers makes the host wait for the device: the model, whose tables
-    are made by the engine, calls `attend`.)
+    Returns [tokens, heads, head_dim]. Raises IndexError for a block outside the pool, ValueError for lengths or heads
+    that do not fit together. (These checks make the host wait for the device. The model skips them and calls `attend`,
+    because its tables are made by the engine.)
     """
     _check(query, kv_cache, block_tables, query_start, context_lens)
     if len(query) == 0:
@@ -74,10 +75,11 @@ def attend(
     num_decoding: int = 0,
     max_query_len: int,
 ) -> Tensor:
-    """`paged_attention` unchecked, all integers int32: sequence s has row rows[s] of `tables` [rows, max_blocks].
+    """`paged_attention` without the checks, with int32 integers. Sequence s has row rows[s] of `tables`
+    [rows, max_blocks].
 
-    num_decoding: so many sequences have one query token each, and come first. query_start: [the others + 1], in the
-    query tokens after those.
+    num_decoding: the number of sequences with one query token each; they come first. query_start:
+    [other sequences + 1], offsets into the query tokens after those.
     """
     paged = Paged(*kv_cache.layer(layer), tables, rows, context_lens, kv_cache.scales(layer))
     kernels, n = kv_cache.kernels, num_decoding
@@ -86,7 +88,7 @@ def attend(
         decoding = paged._replace(rows=rows[:n], context_lens=context_lens[:n])
         parts.append(kernels.paged_decode(query[:n], decoding, scale))
     if n < len(rows):
-        # Triton has compiled the kernel for addresses that 16 divides, and would compile it anew for others.
+        # Triton has compiled the kernel for addresses that are multiples of 16, and would recompile it for others.
         prompts = query[n:] if n * query[0].nbytes % 16 == 0 else query[n:].clone()
         others = paged._replace(rows=rows[n:], context_lens=context_lens[n:])
         parts.append(kernels.paged_prefill(prompts, others, query_start, scale, max_query_len=max_query_len))

@@ -1,12 +1,12 @@
 """Beam search (paper, section 4.4 and Fig. 9): ranked on the device, decided on the host.
 
-A step has `beams * vocab` candidates, of which at most `max(2, 1 + number of EOS tokens) * beam_width` matter. They are
-found where the logits are, in one ranking over all beams, and come back in one copy, together with what tells whether
-the logits were sound. On those few the rules of `reference/beam_search.py` are carried out: what has finished,
-what goes on, whether the search is over.
+A step has `beams * vocab` candidates, but at most the best `max(2, 1 + number of EOS tokens) * beam_width` matter. The
+device finds these in one ranking over all beams. They come back in one copy, together with the numbers that show
+whether the logits were valid. The host applies the rules of `reference/beam_search.py` to these few candidates: which
+beams finish, which continue, and whether the search is over.
 
-The engine steps a deep copy of a search. So a search holds no arrays: its parameters, a counter, and the scores of the
-finished sequences that are still in the running.
+The engine steps a deep copy of a search. So a search holds no arrays, only its parameters, counters, and the scores of
+the best finished sequences.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ from minipaged.fast.sampling import largest, receive, send
 from minipaged.params import BeamSearchParams, final_token_ids
 
 LARGEST_PENALTY = 30
-"""Powers of ten that a score may be moved by: float32 ends at 1e38, and sums of log-probabilities reach 1e5."""
+"""The largest power of ten by which `length_penalty` may change a score: float32 ends at 1e38, and sums of
+log-probabilities reach 1e5."""
 
 
 class BeamSearch(contracts.BeamSearch):
-    """The search of one request.
+    """The beam search of one request.
 
-    Sums and scores are rounded as the logits are (float16 and bfloat16 count as float32): a rounding can decide.
+    Sums and scores are rounded to the logits' type (float32 for float16 and bfloat16), because rounding can decide a
+    tie.
     """
 
     def __init__(
@@ -40,9 +42,9 @@ class BeamSearch(contracts.BeamSearch):
     ) -> None:
         self._params = params
         self._steps_left = max_length - prompt_length
-        self._generated = 0  # tokens by which each running beam is longer than the prompt
+        self._generated = 0  # number of tokens that each running beam has generated
         self._ends = final_token_ids(params, eos_token_ids)
-        self._best_scores: list[float] = []  # of the finished sequences that are kept, best first
+        self._best_scores: list[float] = []  # the scores of the finished sequences that are kept, best first
         if abs(params.length_penalty) * math.log10(max(1, self._steps_left)) > LARGEST_PENALTY:
             raise InvalidRequest(
                 f"length_penalty is {params.length_penalty}: with up to {self._steps_left} generated tokens the scores "
@@ -50,9 +52,9 @@ class BeamSearch(contracts.BeamSearch):
             )
 
     def step(self, logits: Tensor, rows: Sequence[int], cumulative_logprobs: Sequence[float]) -> BeamStep:
-        """One more token for each beam; see the contract. `logits`: [rows, vocab] on any device.
+        """Extend each beam by one token; see the contract. `logits`: [rows, vocab] on any device.
 
-        Raises BadLogits where a beam's `logits` have no finite peak; the search is then as it was.
+        Raises BadLogits if a beam's `logits` have no finite peak; the search is then unchanged.
         """
         assert self._steps_left > 0, "the search is over: it had no survivors"
         width = self._params.beam_width
@@ -74,15 +76,17 @@ class BeamSearch(contracts.BeamSearch):
         return BeamStep(survivors[:width], finished)
 
     def _score(self, move: BeamMove, length: int, precision: type[np.float32 | np.float64]) -> float:
-        """The sum of logprobs over length ** length_penalty; the sum, the power and the quotient are rounded."""
+        """The sum of log-probabilities over length ** length_penalty. The sum, the power and the quotient are each
+        rounded."""
         return float(precision(move.cumulative_logprob) / precision(length**self._params.length_penalty))
 
     def _keep_best(self, ended: list[tuple[BeamMove, float]]) -> list[tuple[BeamMove, float]]:
-        """Those of `ended` that are among the best `beam_width` finished so far; the earlier one on ties."""
+        """Return the sequences in `ended` that are among the best `beam_width` finished so far. On ties the earlier one
+        wins."""
         ranking = list(self._best_scores)
-        origin: list[int | None] = [None] * len(ranking)  # the index into `ended`, where it has just ended
+        origin: list[int | None] = [None] * len(ranking)  # index into `ended`; None: finished earlier
         for index, (_, score) in enumerate(ended):
-            place = bisect.bisect_right(ranking, -score, key=lambda kept: -kept)  # behind its equals
+            place = bisect.bisect_right(ranking, -score, key=lambda kept: -kept)  # behind equal scores
             ranking.insert(place, score)
             origin.insert(place, index)
         width = self._params.beam_width
@@ -90,29 +94,29 @@ class BeamSearch(contracts.BeamSearch):
         return [ended[index] for index in sorted(index for index in origin[:width] if index is not None)]
 
     def _cannot_improve(self, best: BeamMove, precision: type[np.float32 | np.float64]) -> bool:
-        """Whether no running beam, of which `best` is the best, will displace a finished sequence."""
+        """Whether no running beam can displace a finished sequence any more. `best`: the best running beam."""
         if len(self._best_scores) < self._params.beam_width:
             return False
         if self._params.early_stopping is True:
             return True
-        length = self._generated  # at which the beam is judged
+        length = self._generated  # the length at which the beam is scored
         if self._params.early_stopping == "never" and self._params.length_penalty > 0:
-            length += self._steps_left  # the later the better, if nothing more were lost on the way
+            length += self._steps_left  # a longer beam scores higher, if it loses nothing more on the way
         return self._score(best, length, precision) <= self._best_scores[-1]
 
 
 def _best_moves(
     logits: Tensor, rows: Sequence[int], cumulative_logprobs: Sequence[float], count: int
 ) -> list[BeamMove]:
-    """The `count` likeliest continuations of all beams together, best first; the earlier beam, then the lower token, on
-    ties. Fewer where the model rules tokens out."""
+    """The `count` likeliest continuations of all beams together, best first. On ties the earlier beam comes first, then
+    the lower token. Fewer if the model rules tokens out."""
     where, sums = send(logits.device, rows, np.array(cumulative_logprobs))  # [beams]
     table = logits[where] if logits.dtype == torch.float64 else logits[where].float()  # [beams, vocab]
-    peaks, likeliest = table.max(1)  # [beams]; NaN, if there is one
+    peaks, likeliest = table.max(1)  # [beams]; NaN if the row holds NaN
     shifted = table - peaks[:, None]  # [beams, vocab], at most 0
     totals = shifted.exp().sum(1, keepdim=True).log()  # [beams, 1]
     flat = (sums.to(table.dtype)[:, None] + (shifted - totals)).view(1, -1)  # [1, beams * vocab]
-    best = largest(flat, count)  # [1, count], by beam and then by token, where some tie
+    best = largest(flat, count)  # [1, count]; ties are ordered by beam, then by token
     indices, best_sums, likeliest_ids, found_peaks = receive(
         best[0], flat.gather(1, best)[0].double(), likeliest, peaks.double()
     )

@@ -1,19 +1,19 @@
-"""The block allocator, for thousands of blocks a call: the twin of `reference/block_allocator.py`.
+"""The block allocator, fast for thousands of blocks per call: the twin of `reference/block_allocator.py`.
 
-The same decisions, block for block: a stack of free blocks and a count for each block (paper, sections 4.2 and 4.4).
-What differs is where they lie. Reference counts and stack are `array("i")`: one piece of memory, four bytes an entry.
-That serves two callers at once:
+It makes the same decisions, block for block, with a stack of free blocks and a ref count for each block (paper,
+sections 4.2 and 4.4). Only the storage differs. Ref counts and stack are `array("i")`: contiguous memory, four bytes
+per entry. That suits two kinds of call:
 
-- *One block at a time*: an array hands out plain Python ints and is indexed about as fast as a list. Each operation
-  does its own checks here, because at this size calls of helpers and properties are most of the cost.
-- *Many at once* (a prompt of 64,000 tokens asks for 4,000 blocks): NumPy looks at the same memory without copying it,
-  and counts, checks and stack are brought up to date in a fixed number of passes, without a loop in Python.
+- *One block*: an array returns plain Python ints and is indexed about as fast as a list. Each operation does its own
+  checks, because calls of helpers and properties would be most of its cost.
+- *Many blocks* (a prompt of 64,000 tokens needs 4,000 blocks): NumPy works on the same memory without copying it. It
+  updates counts and stack in a fixed number of passes, without a loop in Python.
 
-However few the blocks, the passes take 15 microseconds, so that fewer than `MANY` are handled by a loop after all.
-The views that NumPy gets live only as long as one call: an array cannot grow or shrink while somebody looks into it.
+The passes take 15 microseconds for any number of blocks, so a loop handles fewer than `MANY` blocks. NumPy's views live
+only during one call, because an array cannot grow or shrink while a view of it exists.
 
-Conservation and atomic-failure hold as in the reference. Where a `*_many` call cannot be carried out, the form that the
-contract gives every allocator is asked to do it: it finds the first thing wrong, says so, and changes nothing.
+Conservation and atomic-failure hold as in the reference. When a `*_many` call cannot succeed, the contract's default
+implementation takes over: it finds the first error, raises it, and changes nothing.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ if TYPE_CHECKING:
     Indices = np.ndarray[tuple[int], np.dtype[np.intp]]
 
 MANY = 96
-"""From so many blocks on NumPy is faster than the loop: measured at 90 to 100 on an x86 server, Python 3.11."""
+"""The number of blocks from which NumPy is faster than the loop: measured at 90 to 100 on an x86 server, Python
+3.11."""
 
 
 class BlockAllocator(contracts.BlockAllocator):
-    """A stack of free blocks and the reference counts of all, both arrays."""
+    """A stack of free blocks and the ref counts of all blocks, both arrays."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
@@ -65,7 +66,7 @@ class BlockAllocator(contracts.BlockAllocator):
         return block
 
     def share(self, block: int) -> None:
-        # An array, like a list, would take -1 for its last entry.
+        # An array, like a list, would read index -1 as its last entry.
         if not (0 <= block < self._num_blocks and self._ref_counts[block]):
             raise self._not_held(block)
         self._ref_counts[block] += 1
@@ -86,7 +87,7 @@ class BlockAllocator(contracts.BlockAllocator):
         if not (0 <= block < self._num_blocks and (holders := self._ref_counts[block])):
             raise self._not_held(block)
         if holders == 1:
-            return block  # nobody else reads it
+            return block  # no other holder reads it
         copy = self.allocate()  # first, since it may raise
         self._ref_counts[block] = holders - 1
         return copy
@@ -114,7 +115,7 @@ class BlockAllocator(contracts.BlockAllocator):
         return taken
 
     def share_many(self, blocks: Iterable[int]) -> None:
-        if not isinstance(blocks, (array, list, Sized)):  # the quickest question first
+        if not isinstance(blocks, (array, list, Sized)):  # the cheapest check first
             blocks = list(blocks)
         if len(blocks) < MANY or (held := self._held(blocks)) is None:
             super().share_many(blocks)
@@ -133,12 +134,12 @@ class BlockAllocator(contracts.BlockAllocator):
         before = self._counts()[held]
         self._add(held, -1)
         after = self._counts()[held]
-        if after.min() < 0:  # one is freed more often than it was held
+        if after.min() < 0:  # a block is freed more often than it is held
             self._add(held, 1)
             super().free_many(blocks)  # raises
         now_free = after == 0
         freed = held[now_free]
-        if (before[now_free] > 1).any():  # all holders of a block give it up at once: it occurs once for each
+        if (before[now_free] > 1).any():  # a block loses all its holders in this call: it occurs once for each
             freed = _last_occurrences(freed)
         self._free.frombytes(freed.astype("int32").tobytes())
 
@@ -163,34 +164,34 @@ class BlockAllocator(contracts.BlockAllocator):
         super().free_many(blocks)  # raises
 
     def _held(self, blocks: Iterable[int]) -> Indices | None:
-        """The blocks as indices; None unless each of them is held."""
+        """Return the blocks as indices, or None unless all of them are held."""
         try:
             indices = _indices(blocks)
         except OverflowError:  # a number far outside the pool
             return None
-        # Read without their signs, negative numbers are the largest of all: one pass checks both ends.
+        # Negative numbers, read as unsigned, are larger than any block number: one pass checks both ends.
         if indices.view("uintp").max() >= self._num_blocks or not self._counts()[indices].all():
             return None
         return indices
 
     def _add(self, indices: Indices, change: int) -> None:
-        """Add to the counts of these blocks, as often as each of them occurs (which `counts[indices] += 1` would not).
+        """Add `change` to a block's count once for each time it occurs (which `counts[indices] += 1` would not).
 
-        With a Python int in place of the int32, NumPy would convert it anew for each entry: 35 times slower.
+        The change is an int32: NumPy would convert a Python int again for each entry, which is 35 times slower.
         """
         import numpy as np
 
         np.add.at(self._counts(), indices, np.int32(change))
 
     def _counts(self) -> Counts:
-        """The reference counts, seen by NumPy."""
+        """The ref counts as a NumPy view."""
         import numpy as np
 
         return np.frombuffer(self._ref_counts, np.int32)
 
 
 def _indices(blocks: Iterable[int]) -> Indices:
-    """A copy as NumPy indices. Arrays, NumPy's or not, are read as memory; anything else one by one."""
+    """Return a copy as NumPy indices. Arrays (NumPy's or Python's) are read as memory, other iterables item by item."""
     import numpy as np
 
     if isinstance(blocks, np.ndarray) and blocks.dtype.kind in "iu":
@@ -200,7 +201,7 @@ def _indices(blocks: Iterable[int]) -> Indices:
 
 
 def _last_occurrences(blocks: Indices) -> Indices:
-    """Each of `blocks` once, in the order in which they occur for the last time."""
+    """Return the distinct blocks in the order of their last occurrences."""
     import numpy as np
 
     from_the_end = blocks[::-1]

@@ -1,17 +1,17 @@
-"""The block table, and all tables of a batch on the device: the twin of `reference/block_table.py`.
+"""The block table of one sequence, and all tables of a batch on the device: the twin of `reference/block_table.py`.
 
 `BlockTable` makes the reference's decisions (paper, section 4.2, Fig. 6; section 4.4, Fig. 8) about one sequence:
 
     position p  ->  logical block p // block_size  ->  slot = blocks[p // block_size] * block_size + p % block_size
 
-It is asked a few things for each sequence at each step, and nearly always the answer is that the last block still has
-room. That case takes a few additions here; the allocator is asked for blocks only where blocks are needed.
+The scheduler queries it for each sequence at each step, and the last block nearly always still has room. That case
+takes a few additions here. The allocator is called only when blocks are needed.
 
-`DeviceTables` is what the attention kernels read: one int32 tensor [max_rows, max_blocks] in the device's memory, one
-row for each sequence that holds blocks. It follows the differences that a step brings (`steps.StepInput`), as the
-runner's mirror does: a decoding sequence changes its table once in `block_size` steps, and a fork is the parent's row
-with, later, one entry replaced. So a step makes at most two calls, for a batch of any size: one copies rows of parents
-to rows of children on the device, one sets single entries.
+`DeviceTables` is the input of the attention kernels: one int32 tensor [max_rows, max_blocks] in the device's memory,
+one row for each sequence that holds blocks. It is updated by the differences that a step brings (`steps.StepInput`),
+like the runner's mirror: a decoding sequence changes its table once every `block_size` steps, and a fork copies the
+parent's row and may replace one entry later. So a step makes at most two calls, whatever the batch size: one copies
+parents' rows to children's rows on the device, the other sets single entries.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from minipaged.fast.kernels import BlockTableKernels
 from minipaged.steps import CopyPair, StepInput
 
 FEW = 50
-"""Positions up to which a loop finds the slots sooner than NumPy: measured at 50 to 60, x86 server, Python 3.11."""
+"""The number of positions up to which a loop finds the slots faster than NumPy: measured at 50 to 60, x86 server,
+Python 3.11."""
 
 
 class BlockTable(contracts.BlockTable):
@@ -47,7 +48,7 @@ class BlockTable(contracts.BlockTable):
 
     @property
     def blocks(self) -> array[int]:
-        """The physical blocks [num_blocks] in logical order, int32. No view of them may be kept: the array grows."""
+        """The physical blocks [num_blocks] in logical order, int32. Keep no view of them: the array grows."""
         return self._blocks
 
     @property
@@ -57,7 +58,7 @@ class BlockTable(contracts.BlockTable):
     def blocks_needed(self, num_new_tokens: int) -> int:
         if num_new_tokens < 0:
             raise ValueError(f"cannot append {num_new_tokens} tokens")
-        room = len(self._blocks) * self.block_size - self._num_tokens  # slots of the last block that are not filled
+        room = len(self._blocks) * self.block_size - self._num_tokens  # free slots of the last block
         beyond = num_new_tokens - room
         new = -(-beyond // self.block_size) if beyond > 0 else 0
         return new + self._writes_into_shared_block(num_new_tokens, room)
@@ -105,7 +106,7 @@ class BlockTable(contracts.BlockTable):
             raise ValueError(f"cannot trim to {num_tokens} tokens; the table holds {self._num_tokens}")
         kept = -(-num_tokens // self.block_size)  # rounded up
         given_back = self._blocks[kept:]
-        given_back.reverse()  # the last first
+        given_back.reverse()  # the last block first
         self._allocator.free_many(given_back)
         del self._blocks[kept:]
         self._num_tokens = num_tokens
@@ -126,7 +127,7 @@ class BlockTable(contracts.BlockTable):
         self._allocator = allocator
 
     def slot_mapping(self, start: int, stop: int) -> Sequence[int]:
-        """The slots of positions start .. stop - 1: a list where they are few, else an array("q")."""
+        """The slots of positions start .. stop - 1: a list if they are few, else an array("q")."""
         if not 0 <= start <= stop <= self._num_tokens:
             raise ValueError(f"positions {start} to {stop} are not all within the table's {self._num_tokens} tokens")
         block_size, blocks = self.block_size, self._blocks
@@ -141,17 +142,18 @@ class BlockTable(contracts.BlockTable):
         return array("q", slots.reshape(-1)[start - offset : stop - offset].tobytes())
 
     def _writes_into_shared_block(self, num_new_tokens: int, room: int) -> bool:
-        """Whether the next tokens go into a last block that has `room` left and is held by others too."""
+        """Whether the next tokens go into a last block that is shared with other tables. `room`: its number of free
+        slots."""
         return num_new_tokens > 0 and room > 0 and self._allocator.ref_count(self._blocks[-1]) > 1
 
 
 class DeviceTables:
-    """The tables of up to `max_rows` sequences at once, of up to `max_blocks` blocks each, on `device`.
+    """The block tables of up to `max_rows` sequences, with up to `max_blocks` blocks each, on `device`.
 
-    The tensor stays where it is for good, so that a captured CUDA graph may read it. A sequence has a row from its
-    first block to its last. Twice as many rows as sequences in a batch let the children of a beam search begin beside
-    their parents. Each lane of steps has so many rows for itself, because what a sequence that changes its lane leaves
-    behind is given up only with the next step there.
+    The tensor never moves, so a captured CUDA graph may read it. A sequence keeps its row from its first block to its
+    last. With twice as many rows as sequences in a batch, the children of a beam search can begin while their parents
+    still have rows. Each lane of steps has `max_rows` rows of its own, because a sequence that changes its lane frees
+    its old row only with the next step of the old lane.
     """
 
     def __init__(
@@ -163,26 +165,28 @@ class DeviceTables:
         num_lanes: int = 1,
     ) -> None:
         self.tables = torch.full((num_lanes * max_rows, max_blocks), -1, dtype=torch.int32, device=device)
-        """[num_lanes * max_rows, max_blocks] int32. What a row holds past its table's last block means nothing."""
+        """[num_lanes * max_rows, max_blocks] int32. Entries of a row past its table's last block are undefined."""
         self.max_rows = max_rows
         self._kernels = kernels
-        self._num_blocks = [0] * len(self.tables)  # in each row
+        self._num_blocks = [0] * len(self.tables)  # the number of blocks in each row
         self._lanes = [self._empty(lane) for lane in range(num_lanes)]
-        self._row_of, self._vacant = self._lanes[0]  # those of the lane of the latest step
+        self._row_of, self._vacant = self._lanes[0]  # the rows of the latest step's lane
 
     def _empty(self, lane: int) -> tuple[dict[int, int], list[int]]:
-        """sequence -> its row; and the rows that belong to nobody, a stack."""
+        """Return a lane without sequences: a map from sequence to row, and a stack of the vacant rows."""
         first = lane * self.max_rows
         return {}, list(reversed(range(first, first + self.max_rows)))
 
     def rows_of(self, sequences: Iterable[int]) -> list[int]:
-        """The rows of sequences that hold blocks, in the lane of the latest step."""
+        """The rows of sequences that hold blocks, in the latest step's lane."""
         return [self._row_of[sequence] for sequence in sequences]
 
     def apply(self, step: StepInput) -> None:
-        """Bring the device up to date. Whatever raises leaves it half changed: a fresh step has to come next.
+        """Apply a step's changes to the tables on the device. After an error they are half changed, and a fresh step
+        must follow.
 
-        Raises ValueError when more than `max_rows` sequences hold blocks, or one has more than `max_blocks` of them.
+        Raises ValueError if more than `max_rows` sequences hold blocks, or if a sequence has more than `max_blocks`
+        blocks.
         """
         if step.fresh:
             self._lanes[step.lane] = self._empty(step.lane)
@@ -197,7 +201,7 @@ class DeviceTables:
             self._edit(changes)
 
     def _fork(self, families: list[tuple[int, int]]) -> None:
-        """A row for each child (child, parent), which begins as a copy of its parent's."""
+        """Give the child of each (child, parent) a row that begins as a copy of its parent's row."""
         forks: list[tuple[int, int, int]] = []
         for child, parent in families:
             if (row := self._row_of.get(parent)) is not None:
@@ -207,7 +211,8 @@ class DeviceTables:
             self._kernels.fork_tables(self.tables, self._to_device(np.array(forks, np.int32)))
 
     def _edit(self, changes: list[tuple[int, int, tuple[int, ...]]]) -> None:
-        """Set the entries of tables (sequence, first that changes, those from there on)."""
+        """Set the entries of tables. Each change: (sequence, the first logical block that changes, the physical blocks
+        from there on)."""
         rows, first, counts, physical = [], [], [], array("i")
         for sequence, kept, blocks in changes:
             num_blocks = kept + len(blocks)

@@ -1,4 +1,4 @@
-"""Whether tensors are a GPU's, and how they get there."""
+"""Whether tensors are on a GPU, and how they get there."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Whether a device has memory, streams and graphs of its own, and runs Triton kernels.
+    """Whether a device has its own memory, streams and graphs, and runs Triton kernels.
 
-    All of the wing asks here, so that the tests can rehearse the CUDA path with a CPU's tensors.
+    The whole fast tier calls this function, so that tests can rehearse the CUDA path with a CPU's tensors.
     """
     return device.type == "cuda"
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host's memory on a device. The host does not wait for the copy, nor for what is queued before it:
-    a GPU fetches it when it comes to that, out of memory that is pinned until then."""
+    """Copy a tensor from the host's memory to a device. The host waits neither for the copy nor for earlier work: a GPU
+    fetches the tensor when it reaches the copy, from memory that stays pinned until then."""
     return tensor.pin_memory().to(device, non_blocking=True) if is_gpu(device) else tensor

@@ -1,11 +1,12 @@
-"""Preemption: what bringing a sequence back costs on this device, by swapping or by recomputing (section 4.5, Fig. 19).
+"""Preemption: the cost of swapping and of recomputing a sequence on this device (section 4.5, Fig. 19).
 
-The twin of `reference/preemption.py`: the same figures, of what this device was measured to do.
+The twin of `reference/preemption.py`: the same figures, measured on this device.
 
-- Swapping goes out and in again by the link to the host. On a GPU that runs on a side stream, beside the computing,
-  which waits only for what it is about to read (`kv_cache.py`); what is counted is how long the link is busy.
-- Recomputing is one prefill of all tokens, through the kernel that prompts go through: on a GPU that is hundreds of
-  times the speed of the decoding that produced them.
+- Swapping moves blocks over the link to the host and back. On a GPU the copies run on a side stream, beside the
+  computation, which waits only for the blocks it is about to read (`kv_cache.py`). The cost counted is the time for
+  which the link is busy.
+- Recomputing is one prefill of all tokens with the prompt kernel. On a GPU it is hundreds of times as fast as the
+  decoding that produced the tokens.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from minipaged.scheduling import Costs
 from minipaged.steps import BlockMoves
 
 SCRATCH_BYTES, SCRATCH_BYTES_ON_GPU, SCRATCH_BLOCKS = 8 << 20, 32 << 20, 256
-"""What `measure` copies at most. On a CPU it takes three times that beside the model: with 32 MiB that was the most
-memory that SmolLM2 in 4 bits ever took (294 MB over the libraries, now 230)."""
+"""The limits of what `measure` copies: bytes, bytes on a GPU, and blocks. On a CPU it allocates three times this size
+next to the model. With 32 MiB that was the peak memory of SmolLM2 in 4 bits (294 MB over the libraries, now 230)."""
 PROBE_TOKENS, PROBE_TOKENS_ON_GPU = 64, 1024
-"""The prompt that `measure` runs: long enough that a device is busy with it, and not with starting."""
+"""The length of the prompt that `measure` runs: long enough that computing takes longer than launching."""
 
 
 def carry(kv_cache: KVCache, moves: BlockMoves) -> None:
-    """Do the moves in the order that the contract asks for: what leaves is saved before anything takes its place."""
+    """Carry out the moves in the contract's order: blocks that leave are saved before anything overwrites them."""
     kv_cache.swap_out(moves.swap_out)
     kv_cache.poison(moves.poison)
     kv_cache.swap_in(moves.swap_in)
@@ -39,10 +40,10 @@ def carry(kv_cache: KVCache, moves: BlockMoves) -> None:
 
 
 def measure(kv_cache: KVCache, forward: Callable[[Batch], object], max_model_len: int | None = None) -> Costs:
-    """Time this device's copies and its prefill, in a fraction of a second. Nobody may use the cache yet: the prompt is
+    """Time this device's copies and its prefill, in a fraction of a second. The cache must be unused: the prompt is
     written into its first blocks.
 
-    `max_model_len`: the most tokens of a sequence that `forward` takes.
+    `max_model_len`: the longest sequence, in tokens, that `forward` accepts.
     """
     shape = (kv_cache.num_layers, kv_cache.block_size, kv_cache.num_kv_heads, kv_cache.head_dim)
     tiny = _seconds_per_block(kv_cache, (1, 1, 1, 2), 64)
@@ -50,7 +51,7 @@ def measure(kv_cache: KVCache, forward: Callable[[Batch], object], max_model_len
     full = _seconds_per_block(kv_cache, shape, max(1, min(SCRATCH_BLOCKS, most // kv_cache.block_bytes)))
     return Costs(
         seconds_per_copy=tiny,
-        copies_per_block=1,  # a block is one piece of memory
+        copies_per_block=1,  # a block is contiguous
         link_bytes_per_second=kv_cache.block_bytes / max(full - tiny, full / 2),
         block_bytes=kv_cache.block_bytes,
         prefill_tokens_per_second=_prefill_rate(kv_cache, forward, max_model_len),
@@ -58,7 +59,8 @@ def measure(kv_cache: KVCache, forward: Callable[[Batch], object], max_model_len
 
 
 def _seconds_per_block(kv_cache: KVCache, shape: tuple[int, int, int, int], num_blocks: int) -> float:
-    """The best of a few rounds of swapping every other block of a scratch cache out, per block: no two neighbours."""
+    """Swap out every other block of a scratch cache, so that no two are neighbours. Returns the best time per block of
+    three rounds."""
     layers, block_size, kv_heads, head_dim = shape
     scratch = KVCache(
         layers,
@@ -73,22 +75,22 @@ def _seconds_per_block(kv_cache: KVCache, shape: tuple[int, int, int, int], num_
         kv_cache_dtype=kv_cache.kv_cache_dtype,
     )
     pairs = [(block, 2 * block) for block in range(num_blocks)]
-    scratch.swap_out(pairs)  # now all of its memory exists; page faults are no part of a copy
+    scratch.swap_out(pairs)  # now all of its memory is allocated; a copy's time excludes page faults
     return min(_seconds(kv_cache.device, lambda: scratch.swap_out(pairs)) for _ in range(3)) / num_blocks
 
 
 def _prefill_rate(kv_cache: KVCache, forward: Callable[[Batch], object], max_model_len: int | None) -> float:
-    """Tokens a second of a prompt in the first blocks."""
+    """The prefill's speed in tokens per second, measured with a prompt in the first blocks."""
     most = kv_cache.num_blocks * kv_cache.block_size
     num_tokens = min(PROBE_TOKENS_ON_GPU if is_gpu(kv_cache.device) else PROBE_TOKENS, most, max_model_len or most)
     blocks = range(-(-num_tokens // kv_cache.block_size))
     prompt = BatchRow([0] * num_tokens, first_position=0, blocks=blocks, wants_logits=False)
-    forward([prompt])  # compiles what it needs
+    forward([prompt])  # compiles the kernels
     return num_tokens / _seconds(kv_cache.device, lambda: forward([prompt]))
 
 
 def _seconds(device: torch.device, work: Callable[[], object]) -> float:
-    """How long `work` takes until the device has done it."""
+    """The seconds that `work` takes until the device has finished it."""
     if is_gpu(device):
         torch.cuda.synchronize(device)
     start = time.perf_counter()

@@ -1,11 +1,11 @@
-"""Paged attention of sequences with one query, compiled: keys and values are read where they lie, block by block.
+"""Compiled paged attention of sequences with one query. Keys and values are read in place, block by block.
 
-Decoding reads every key and value once and does little with each: memory is what it waits for. So
+Decoding reads every key and value once and computes little with each, so it is bound by memory. Therefore
 
-- the query heads that share a key/value head go through the block together, while it is in the nearest cache;
-- the work of a batch, whatever the lengths of its sequences, is cut into as many equal stretches of tiles as there are
-  threads. A cut may fall within a sequence; the two halves of its online softmax are put together at the end, as the
-  splits of the GPU's kernel are.
+- the query heads that share a key/value head process a block together, while it is in the nearest cache;
+- the tiles of a batch, whatever the lengths of its sequences, are divided equally among the threads, each of which gets
+  one stretch. A stretch may begin or end within a sequence; the parts of that sequence's online softmax are merged at
+  the end, as the GPU kernel merges its splits.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, call-arg"
@@ -28,30 +28,30 @@ from minipaged.fast.cpu.vectors import LANES, number_type
 from minipaged.fast.kernels import Paged
 
 STEP = 4
-"""Keys that are weighed at a time."""
+"""The number of values that are weighted and added at a time."""
 CACHE_LINE = 64
-"""Bytes that memory is read in. Asking ahead for them is worth a fifth to two fifths where keys and values are more
-than the processor's cache holds (SmolLM2's shapes, 32 sequences of 1024: 20.1 GB/s for 16.5 in float32)."""
+"""The size of a cache line in bytes. Prefetching lines gains a fifth to two fifths if keys and values do not fit the
+processor's cache (SmolLM2's shapes, 32 sequences of 1024, float32: 20.1 GB/s instead of 16.5)."""
 
 
 class KernelPool(NamedTuple):
-    """Where the kernels find keys and values."""
+    """The addresses and strides by which the kernels find a layer's keys and values."""
 
     keys: int
-    """An address, as are the next two. `scales`: 0 where there are none."""
+    """The address of the keys. `values` and `scales` are addresses too; `scales` is 0 if there are none."""
     values: int
     scales: int
     block_stride: int
-    """From block to block in bytes; and `head_stride` from head to head."""
+    """Bytes from one block to the next; `head_stride` is bytes from one head to the next."""
     head_stride: int
     kv_heads: int
     block_size: int
     kind: int
-    """One of KINDS."""
+    """How keys and values are stored: a value of KINDS."""
 
     @classmethod
     def of(cls, keys: Tensor, values: Tensor, scales: Tensor | None) -> KernelPool:
-        """Of a layer's keys and values [num_blocks, kv_heads, block_size, head_dim]."""
+        """Describe a layer's keys and values [num_blocks, kv_heads, block_size, head_dim]."""
         return cls(
             *(keys.data_ptr(), values.data_ptr(), 0 if scales is None else scales.data_ptr()),
             *(keys.stride(0) * keys.itemsize, keys.stride(1) * keys.itemsize, keys.shape[1], keys.shape[2]),
@@ -60,7 +60,7 @@ class KernelPool(NamedTuple):
 
 
 class Head(NamedTuple):
-    """Where a key/value head of a layer lies: addresses, and what is between blocks."""
+    """The location of one key/value head of a layer: the addresses of its first row and scales, and the strides."""
 
     k: int
     v: int
@@ -73,33 +73,34 @@ class Head(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """A thread's memory."""
+    """The scratch memory of a thread."""
 
     q: Array
-    """[group, head_dim], scaled. Not used where pairs are multiplied; nor is `tile`."""
+    """[group, head_dim]: the scaled queries. Like `tile`, not used if pairs of bfloat16 are multiplied."""
     o: Array
-    """[group, head_dim]."""
+    """[group, head_dim]: the weighted sums of values."""
     m_l: Array
-    """[group, 2]: the largest score, and the sum."""
+    """[group, 2]: the largest score, and the sum of weights."""
     p: Array
-    """[group, TILE], or half as much in bfloat16."""
+    """[group, TILE]: the weights. In bfloat16 they fill half of it."""
     tile: Array
-    """[TILE, head_dim]."""
+    """[TILE, head_dim]: keys or values, widened to float32."""
     places: Array
-    """[TILE]: addresses of keys or values."""
+    """[TILE]: the addresses of keys or values."""
 
 
 LOWEST = np.float32(-1e30)
-"""Stands for minus infinity where there was no score yet: `LOWEST - LOWEST` is 0, and not NaN."""
+"""The largest score before there is any. Minus infinity would not do: `LOWEST - LOWEST` must be 0, not NaN."""
 SCALE_BYTES = 4
 AS_IT_IS, INT8, E4M3 = 0, 1, 2
 KINDS = {torch.float32: AS_IT_IS, torch.bfloat16: AS_IT_IS, torch.int8: INT8, torch.uint8: E4M3}
-"""How keys and values are kept. Compiled loops are told in a number, and not by a type: one is compiled for all."""
+"""How keys and values are stored: as a number, not as a type, so that one compiled loop serves all kinds."""
 FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
-"""Sums may be reordered, so that they can be vectorised; but NaN and infinity stay what they are.
+"""LLVM's fast-math flags for compiled loops. They let LLVM reorder sums, which vectors need, and preserve NaN and
+infinity.
 
-The compiled loops spell out what NumPy has a word for: its searches, and assignments of whole arrays with all their
-checks, take numba seconds to compile, at whose end the first answer waits."""
+The loops also spell out what NumPy has functions for. Its searches, and its checked assignments of whole arrays, take
+numba seconds to compile, and the first answer waits for them."""
 
 
 def paged_decode(query: Tensor, paged: Paged, scale: float) -> Tensor:
@@ -118,21 +119,22 @@ def paged_decode(query: Tensor, paged: Paged, scale: float) -> Tensor:
 
 
 def pairs_or_floats(dtype: torch.dtype, head_dim: int) -> Any:
-    """A number of the type to multiply in, where keys and values have that of the model: pairs of bfloat16
-    (`decode.py`), or float32."""
+    """Return a number of the type to multiply in: uint16 for pairs of bfloat16 (`decode.py`), or float32. For keys and
+    values of the model's type."""
     number = number_type(dtype) if head_dim % (2 * LANES) == 0 else None
     return number if isinstance(number, np.uint16) else np.float32(0)
 
 
 @inner(inline="always")
 def exponential(x):
-    """exp(x) of a float32: 2**n times a polynomial, which vectorises (a call of the library's does not).
+    """Return exp(x) of a float32: 2**n times a polynomial, which vectorises (a call into the C library does not).
 
-    The largest relative error is about 1e-7. Beyond 87 on either side it stays where it is there: at 1e38 and 1e-38.
+    The largest relative error is about 1e-7. x is clamped to [-87, 87], so the result is at most 1e38 and at least
+    1e-38.
     """
     x = min(max(x, np.float32(-87.0)), np.float32(87.0))
     n = np.floor(x * np.float32(1.4426950408889634) + np.float32(0.5))
-    # ln 2 in two parts: the first one's product with n is exact.
+    # ln 2 is in two parts, so that the product of n and the first is exact.
     r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
     p = np.float32(1.9875691500e-4)
     p = p * r + np.float32(1.3981999507e-3)
@@ -146,9 +148,10 @@ def exponential(x):
 
 @kernel(parallel=True, error_model="numpy")
 def _decode(query, pool, where, scale, num_threads, number, out):
-    """query, out: [seqs, heads, head_dim]. where: tables, rows, context_lens. `number`: the type to multiply in.
+    """query, out: [seqs, heads, head_dim]. where: tables, rows, context_lens. number: see `pairs_or_floats`.
 
-    The threads' loop only calls: what stands in such a loop takes numba several times as long to compile.
+    The parallel loop contains little more than a call, because numba takes several times as long to compile the code
+    inside such a loop.
     """
     _, _, context_lens = where
     seqs, heads, head_dim = query.shape
@@ -158,7 +161,7 @@ def _decode(query, pool, where, scale, num_threads, number, out):
         for g in range(heads if context_lens[s] == 0 else 0):
             for d in range(head_dim):
                 out[s, g, d] = narrow(np.float32(0), out[0, 0, 0])
-    # A thread's stretch may begin and end within a pair: those two it leaves unfinished.
+    # A thread's stretch may begin and end within a pair (sequence, key/value head). It leaves those two unfinished.
     part_of = np.empty((num_threads, 2), np.int64)
     part_m_l = np.empty((num_threads, 2, group, 2), np.float32)
     part_o = np.empty((num_threads, 2, group, head_dim), np.float32)
@@ -171,7 +174,7 @@ def _decode(query, pool, where, scale, num_threads, number, out):
 
 @inner()
 def _count_tiles(context_lens, kv_heads):
-    """[pairs + 1]: the first tile of each pair (sequence, key/value head), counted through, and how many there are."""
+    """Return the index of each pair's first tile, then the count of tiles: [pairs + 1]. A pair: (sequence, kv head)."""
     first_tile = np.empty(len(context_lens) * kv_heads + 1, np.int64)
     first_tile[0] = 0
     for s in range(len(context_lens)):
@@ -183,12 +186,12 @@ def _count_tiles(context_lens, kv_heads):
 
 @inner(fastmath=FASTMATH, error_model="numpy")
 def _attend_tiles(query, pool, where, scale, first_tile, begin, end, number, parts, out):
-    """The tiles from `begin` on, before `end`: pairs that are whole go to `out`, the others to `parts`."""
+    """Attend to the tiles `begin` to `end` - 1. Results of whole pairs go to `out`, those of the others to `parts`."""
     tables, rows, context_lens = where
     part_of, part_m_l, part_o = parts
     kv_heads, group, head_dim = pool.kv_heads, query.shape[1] // pool.kv_heads, query.shape[2]
     row_bytes = head_dim * (query.itemsize if pool.kind == AS_IT_IS else 1)
-    scale_stride = pool.block_size * SCALE_BYTES  # from head to head
+    scale_stride = pool.block_size * SCALE_BYTES  # from one head to the next
     q, o = np.empty((group, head_dim), np.float32), np.empty((group, head_dim), np.float32)
     m_l, p = np.empty((group, 2), np.float32), np.empty((group, TILE), np.float32)
     tile, places = np.empty((TILE, head_dim), np.float32), np.empty(TILE, np.int64)
@@ -230,7 +233,8 @@ def _attend_tiles(query, pool, where, scale, first_tile, begin, end, number, par
 def _attend_tile(
     queries: Any, head: Any, table: Any, start: Any, context_len: Any, scale: Any, scratch: Any, number: Any
 ) -> None:
-    """Up to TILE keys from position `start` on, for the queries [1, group, head_dim] of a sequence. (Compiled.)"""
+    """Attend to up to TILE keys from position `start` on, with a sequence's queries [1, group, head_dim]. Only for
+    compiled code."""
     raise NotImplementedError("for compiled code")
 
 
@@ -267,7 +271,7 @@ def _attend_tile_as(queries, head, table, start, context_len, scale, scratch, nu
 
 @inner()
 def _find_rows(pool, head, table, start, size, places):
-    """The addresses of `size` keys (or values) from position `start` on; behind them, that of the last one."""
+    """Fill `places` with the addresses of `size` keys (or values) from position `start` on, and repeat the last one."""
     block, offset = start // head.block_size, start % head.block_size
     place = np.int64(0)
     for j in range(TILE):
@@ -281,7 +285,7 @@ def _find_rows(pool, head, table, start, size, places):
 
 @inner()
 def _prefetch_tile(pool, block_stride, block_size, table, start, size, row_bytes):
-    """Ask for what `read_tile` will read next, while there is something to compute."""
+    """Prefetch the memory that `read_tile` will read next, while other work is being computed."""
     j, block, offset = 0, start // block_size, start % block_size
     while j < size:
         there = min(block_size - offset, size - j)
@@ -312,14 +316,14 @@ def read_tile(pool, scales, kind, block_stride, block_size, table, start, size, 
         j, block, offset = j + there, block + 1, 0
     for rest in range(
         size, (size + STEP - 1) // STEP * STEP
-    ):  # what `_take_values` weighs with 0: another sequence's NaN stays NaN
+    ):  # `_take_values` gives these weight 0, but a leftover NaN of another sequence times 0 is NaN
         for d in range(head_dim):
             tile[rest, d] = 0
 
 
 @inner()
 def _read_codes(codes, scales, first, tile):
-    """What the codes of some keys (or values) stand for, into the rows of `tile` from `first` on."""
+    """Decode the codes of some keys (or values) into the rows of `tile` from `first` on."""
     head_dim = tile.shape[1]
     factors = array_at(scales, len(codes) // head_dim, np.float32(0))
     for i in range(len(factors)):
@@ -329,7 +333,7 @@ def _read_codes(codes, scales, first, tile):
 
 @loop(fastmath=FASTMATH, error_model="numpy")
 def _take_scores(q, tile, size, m, l, o, p):  # noqa: E741
-    """The scores of `size` keys against the group's queries, into (m, l) and, as weights, into p [group, TILE]."""
+    """Score `size` keys against the group's queries. Update m, l and o, and write the weights to p [group, TILE]."""
     group, head_dim = q.shape
     threes = group - group % 3
     for g in range(0, threes, 3):
@@ -358,7 +362,7 @@ def _take_scores(q, tile, size, m, l, o, p):  # noqa: E741
 
 @loop(fastmath=FASTMATH, error_model="numpy")
 def _score_three(qa, qb, qc, tile, size, pa, pb, pc):
-    """Three heads at once: each key is loaded once for them (a quarter less time than one after another)."""
+    """Score keys for three heads at a time. Each key is loaded once for all (a quarter less time than head by head)."""
     for j in range(size):
         k = tile[j]
         a, b, c = np.float32(0), np.float32(0), np.float32(0)
@@ -371,7 +375,7 @@ def _score_three(qa, qb, qc, tile, size, pa, pb, pc):
 
 @loop(fastmath=FASTMATH, error_model="numpy")
 def _take_values(p, tile, size, o):
-    """Add the weighted values to o [group, head_dim]: STEP keys for each time that the sums are loaded and stored."""
+    """Add the weighted values to o [group, head_dim], STEP keys each time that the sums are loaded and stored."""
     group, head_dim = o.shape
     threes = group - group % 3
     for g in range(0, threes, 3):
@@ -385,7 +389,7 @@ def _take_values(p, tile, size, o):
 
 @loop(fastmath=FASTMATH, error_model="numpy")
 def _add_three(pa, pb, pc, tile, size, oa, ob, oc):
-    """Three heads at once: each value is loaded once for them (a third less time than one after another)."""
+    """Add values for three heads at a time. Each value is loaded once for all (a third less time than head by head)."""
     for j in range(0, size, STEP):
         a0, a1, a2, a3 = pa[j], pa[j + 1], pa[j + 2], pa[j + 3]
         b0, b1, b2, b3 = pb[j], pb[j + 1], pb[j + 2], pb[j + 3]
@@ -399,7 +403,7 @@ def _add_three(pa, pb, pc, tile, size, oa, ob, oc):
 
 @inner(error_model="numpy")
 def _merge(part_of, part_m_l, part_o, kv_heads, out):
-    """Put the stretches of each cut (sequence, head) together; they follow one another."""
+    """Merge the parts of each pair (sequence, key/value head) that was cut, and write the results to `out`."""
     group, head_dim = part_o.shape[2], part_o.shape[3]
     part_of = part_of.reshape(-1)
     part_m_l, part_o = part_m_l.reshape(-1, group, 2), part_o.reshape(-1, group, head_dim)

@@ -1,4 +1,4 @@
-"""Block tables in the machine's own memory, changed and read there: what `gpu/block_table.py` does, by torch."""
+"""The kernels of block tables in main memory, with torch and NumPy. `gpu/block_table.py` has them for a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def edit_tables(tables: Tensor, edits: Tensor) -> None:
 
 def fork_tables(tables: Tensor, forks: Tensor) -> None:
     """See `minipaged.fast.kernels`."""
-    memory = tables.numpy()  # the same memory: for a few numbers at a time NumPy has less to do before it begins
+    memory = tables.numpy()  # shares the memory; for a few numbers NumPy has less overhead than torch
     for parent, child, count in forks.tolist():
         memory[child, :count] = memory[parent, :count]
 

@@ -1,9 +1,9 @@
-"""numba's kernels, compiled in processes side by side before a model needs them.
+"""Parallel compilation of numba's kernels, in processes of their own, before a model needs them.
 
     python -m minipaged.fast.cpu.compiling DTYPE PART [DTYPE PART ...]
 
-numba compiles on one core at a time, and a first start waits for little else. So two processes compile a share of the
-kernels' parts each, while this one reads weights. They save the kernels on disk (`kernel_cache.py`). If one of them
+numba compiles on one core at a time, which is nearly all of the time of a first start. So two processes each compile a
+share of the kernels while this process reads weights. They save the kernels on disk (`kernel_cache.py`). If one of them
 fails, its missing kernels are compiled when they are called.
 """
 
@@ -36,14 +36,14 @@ from minipaged.fast.cpu.vectors import number_type
 from minipaged.fast.kernels import Layer, Paged
 
 ROOT = Path(__file__).parents[3]
-"""Where minipaged lies."""
+"""The folder that contains the package minipaged."""
 HEAD_DIM = 32
-"""The least that can be multiplied in pairs of bfloat16."""
+"""The smallest head size that can be multiplied in pairs of bfloat16."""
 
 
 def prompts(dtype: torch.dtype, head_dim: int = HEAD_DIM) -> Iterator[None]:
-    """Compiles attention for prompts. Each iterator here yields after every kernel it compiles. `PARTS` names its last
-    kernel: where that one is kept, `is_compiled` counts the whole part as compiled."""
+    """Compile attention for prompts. Each iterator here yields after every kernel that it compiles. `PARTS` names its
+    last kernel: if that one is stored, `is_compiled` counts the whole part as compiled."""
     one = torch.zeros(1, dtype=torch.int32)
     query, (keys, values) = torch.zeros(2, 2, head_dim, dtype=dtype), torch.zeros(2, 1, 1, 4, head_dim, dtype=dtype)
     ends = torch.tensor([0, 2], dtype=torch.int32)
@@ -52,7 +52,7 @@ def prompts(dtype: torch.dtype, head_dim: int = HEAD_DIM) -> Iterator[None]:
 
 
 def decoding(dtype: torch.dtype, head_dim: int = HEAD_DIM) -> Iterator[None]:
-    """Compiles attention for decoding."""
+    """Compile attention for decoding."""
     one = torch.zeros(1, dtype=torch.int32)
     query, (keys, values) = torch.zeros(1, 2, head_dim, dtype=dtype), torch.zeros(2, 1, 1, 4, head_dim, dtype=dtype)
     cpu.paged_decode(query, Paged(keys, values, one[:, None], one, one + 1), 1.0)
@@ -60,7 +60,7 @@ def decoding(dtype: torch.dtype, head_dim: int = HEAD_DIM) -> Iterator[None]:
 
 
 def sampling(dtype: torch.dtype) -> Iterator[None]:
-    """Compiles how tokens are chosen. `dtype`: of logits, which are float64 where they are penalised."""
+    """Compile sampling. `dtype`: the type of logits, which is float64 if they are penalised."""
     whole, real = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.float64)
     logits = torch.zeros(1, 4, dtype=dtype)
     cpu.argmax_logsumexp(logits)
@@ -72,8 +72,8 @@ def sampling(dtype: torch.dtype) -> Iterator[None]:
 
 
 def layers(dtype: torch.dtype) -> Iterator[None]:
-    """Compiles the kernels around attention (norms, activation, rotation, matrix products), then the one that runs one
-    token through all layers. That one links in the attention kernel that `decoding` has compiled."""
+    """Compile the kernels around attention (norms, activation, rotation, matrix products), then the one that runs one
+    token through all layers. That one links the attention kernel that `decoding` has compiled."""
     one, angles = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 4)
     x, weight, qkv = (torch.zeros(1, size, dtype=dtype) for size in (8, 8, 32))
     keys, values = torch.zeros(2, 1, 1, 4, 8, dtype=dtype)
@@ -85,7 +85,7 @@ def layers(dtype: torch.dtype) -> Iterator[None]:
     yield
     cpu.rope_and_write(qkv, angles, angles, one, one, keys, values, 2)
     yield
-    sizes = [(3 * HEAD_DIM, 8), (8, HEAD_DIM), (16, 8), (8, 8)]  # of a single head
+    sizes = [(3 * HEAD_DIM, 8), (8, HEAD_DIM), (16, 8), (8, 8)]  # with a single head
     matrices = cpu.linears(sizes, [torch.zeros(size, dtype=dtype) for size in sizes], [None] * len(sizes), x)
     matrices[-1](x)
     yield
@@ -100,19 +100,19 @@ def layers(dtype: torch.dtype) -> Iterator[None]:
 
 
 class CompileJob(NamedTuple):
-    """Kernels that are compiled one after another."""
+    """A list of kernels that are compiled one after another."""
 
     compile: Callable[[torch.dtype], Iterator[None]]
     last: Any
-    """The one that is compiled last."""
+    """The kernel that is compiled last."""
     argument: slice
-    """Which of its arguments say what dtype it is compiled for."""
+    """The arguments of `last` whose types show for which dtype it is compiled."""
     num_kernels: int
 
 
 HAS_VECTORS = number_type(torch.float32) is not None
-"""Whether numba may use vectors of 512 bits. Without them torch does the matrix products of a prompt's attention, and
-only the kernel that reads keys and values is compiled."""
+"""Whether numba may use vectors of 512 bits. Without them torch computes the matrix products of a prompt's attention,
+and only the kernel that reads keys and values is compiled."""
 PARTS = {
     "prompts": CompileJob(prompts, _prefill, slice(1), 1)
     if HAS_VECTORS
@@ -122,26 +122,26 @@ PARTS = {
     "layers": CompileJob(layers, _run, slice(2, 3), 6),
 }
 SHARES = (("prompts", "sampling"), ("decoding", "layers"))
-"""What each process compiles: half of the work (`layers` calls kernels that are compiled with `decoding`). On two
-cores, two processes finish sooner than three, because each must import torch and numba: 1.3 s of a core."""
+"""The parts that each process compiles, half of the work (`layers` calls kernels that are compiled with `decoding`). On
+two cores, two processes finish sooner than three, because each must import torch and numba, 1.3 s of one core."""
 
 
 def is_compiled(part: str, dtype: torch.dtype) -> bool:
-    """Whether numba will find the part's last kernel for tensors of this type, made for this processor."""
+    """Return whether numba will find the part's last kernel on disk, for this dtype and this processor."""
     here = cpu_target.target_context.codegen().magic_tuple()
     stored = numba.from_dtype(as_array(torch.empty(0, dtype=dtype)).dtype)
     kept = PARTS[part].last._cache._cache_file
     return any(  # a key is (types of the arguments, processor, ...)
         processor == here
         and stored in (getattr(argument, "dtype", None) for argument in types[PARTS[part].argument])
-        and Path(kept._data_path(file)).exists()  # numba writes its name first
+        and Path(kept._data_path(file)).exists()  # numba writes the index, which names the file, first
         for (types, processor, *_), file in kept._load_index().items()
     )
 
 
 def missing_parts(dtype: torch.dtype) -> list[tuple[str, torch.dtype]]:
-    """The parts that a model computing in `dtype` needs and that are not compiled yet, each with its dtype. (Logits
-    without penalties are float32.) Empty where kernels cannot be kept: compiling them ahead would be of no use."""
+    """Return the parts that a model computing in `dtype` needs and that are not compiled yet, each with its dtype.
+    (Logits without penalties are float32.) Empty if kernels cannot be stored: compiling them ahead would be useless."""
     if not all(isinstance(part.last._cache, KernelCache) for part in PARTS.values()):
         return []
     wanted = [(part, torch.float32 if part == "sampling" else dtype) for part in PARTS]
@@ -150,11 +150,11 @@ def missing_parts(dtype: torch.dtype) -> list[tuple[str, torch.dtype]]:
 
 @contextmanager
 def compiled_meanwhile(dtype: torch.dtype) -> Iterator[None]:
-    """On leaving the context, the kernels that most models in `dtype` need are compiled. Within it the caller can do
-    other work. Kernels that few models need are not compiled: those for packed weights, for keys and values in 8 bits,
-    for heads that cannot be multiplied in pairs, and for penalties.
+    """Compile the kernels that most models in `dtype` need, while the caller does other work in this context. Leaving
+    it waits until they are compiled. Kernels that few models need are left out: those for packed weights, for keys and
+    values in 8 bits, for heads that cannot be multiplied in pairs, and for penalties.
 
-    Says on stderr that it compiles, if there is anything to, and on a terminal how far it is.
+    If there is anything to compile, stderr gets a message, and on a terminal a progress bar.
     """
     missing = missing_parts(dtype)
     if not missing:
@@ -182,7 +182,7 @@ def compiled_meanwhile(dtype: torch.dtype) -> Iterator[None]:
                 continue
             try:
                 child = _start(share)
-            except OSError:  # there is no room for it, or no Python to be started
+            except OSError:  # not enough memory for it, or no Python executable
                 break
             follower = Thread(target=follow, args=(child,), daemon=True)
             follower.start()
@@ -196,7 +196,7 @@ def compiled_meanwhile(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _start(parts: list[tuple[str, torch.dtype]]) -> subprocess.Popen[bytes]:
-    """Starts a process that compiles `parts`. It imports the modules that this process can, but none from the current
+    """Start a process that compiles `parts`. It can import the same modules as this process, but none from the current
     directory."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return subprocess.Popen(
@@ -214,8 +214,8 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def compile_part(part: str, dtype: torch.dtype) -> None:
-    """Compiles the part in this process and prints an empty line after each kernel. If another process is compiling the
-    same part, this one waits for it first. The lock file stays in the folder of the kernels."""
+    """Compile a part in this process and print an empty line after each kernel. If another process is compiling the
+    same part, wait for it first. The lock file stays in the folder of the kernels."""
     folder = Path(PARTS[part].last._cache.cache_path)
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / f"{part}-{_name(dtype)}.lock"):
@@ -224,6 +224,6 @@ def compile_part(part: str, dtype: torch.dtype) -> None:
 
 
 if __name__ == "__main__":
-    gc.disable()  # nothing made here is freed before the end (saved 6 and 16 % of the time in two paired runs)
+    gc.disable()  # no object made here is freed before the end (saved 6 and 16 % of the time in two paired runs)
     for name, part in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
         compile_part(part, getattr(torch, name))

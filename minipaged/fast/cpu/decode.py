@@ -1,13 +1,14 @@
-"""Attention of one token on a CPU that multiplies pairs of bfloat16: keys and values go from memory into the product.
+"""Attention of one token on a CPU that multiplies pairs of bfloat16. Products read keys and values in place.
 
-Decoding waits for memory, if what it does with each number takes no longer than to fetch it. Widened to float32 and
-written down first, that was not so. Here nothing is copied: an array has the address of each key of a tile, whatever
-its block.
+Decoding is bound by memory only if computing with a number takes no longer than fetching it. It did take longer while
+keys and values were first widened to float32 and stored. Here nothing is copied: an array has the address of each key
+of a tile, whatever its block.
 
-    scores    a vector has 32 numbers of a key; they are multiplied by those of a query, pair by pair, and the sums of
-              16 keys turned into one vector: four times two are joined to one, half as long
-    weights   of 16 keys at a time, rounded to bfloat16
-    values    of two neighbouring keys put side by side, for up to GROUP queries; the sums of 32 dimensions in registers
+    scores    A vector has 32 numbers of a key. They are multiplied by a query's, pair by pair. That gives 16 sums for
+              each of 16 keys, which four rounds of pairwise additions reduce to one vector with the 16 scores.
+    weights   are computed for 16 keys at a time and rounded to bfloat16.
+    values    of two neighbouring keys are interleaved, for up to GROUP queries. The sums of 32 dimensions stay in
+              registers.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, call-arg, attr-defined"
@@ -24,17 +25,19 @@ from numba.extending import intrinsic
 from minipaged.fast.cpu.vectors import BITS32, BITS64, FLOATS, INTEGERS, LANES, OUT_BFLOATS, PAIRS, Vectors
 
 GROUP = 4
-"""Queries for which two values are put side by side."""
+"""The number of queries for which two values are interleaved once."""
 TILE = 64
-"""Keys between two updates of the largest score."""
+"""The number of keys between two updates of the largest score."""
 
 
 @intrinsic
 def score_tile(typingctx, q, keys, size, group, head_dim, scale, p, o, m_l):
-    """The scores of `size` keys, up to TILE, against the `group` queries at q [group, head_dim]: into m_l, the largest
-    score and the sum of each, and, as weights in bfloat16, into p [group, TILE]. o [group, head_dim] fades. All are
-    int64 (q, keys, p, o, m_l: addresses) but `scale`, a float32; at keys are the addresses of TILE keys, past `size`
-    those of any that are there."""
+    """Score `size` keys, at most TILE, against the `group` queries q [group, head_dim].
+
+    Writes the weights as bfloat16 to p [group, TILE], updates m_l [group, 2] (largest score, sum of weights) and scales
+    o [group, head_dim] to the new largest score. q, keys, p, o and m_l are addresses. All arguments are int64, except
+    `scale`, a float32. `keys` is an array of the addresses of TILE keys; those past `size` may be of any readable key.
+    """
 
     def codegen(context, builder, signature, arguments):
         Decode(builder, *arguments[3:5]).take_scores(*arguments[:3], *arguments[5:])
@@ -45,7 +48,7 @@ def score_tile(typingctx, q, keys, size, group, head_dim, scale, p, o, m_l):
 
 @intrinsic
 def add_values(typingctx, values, size, group, head_dim, p, o):
-    """To o the weighted values; `values` as `keys` above."""
+    """Add the weighted values to o. `values` is an array of addresses, like `keys` in `score_tile`."""
 
     def codegen(context, builder, signature, arguments):
         Decode(builder, *arguments[2:4]).add_values(*arguments[:2], *arguments[4:])
@@ -55,7 +58,7 @@ def add_values(typingctx, values, size, group, head_dim, p, o):
 
 
 class Decode(Vectors):
-    """Writes both in LLVM's language."""
+    """Writes `score_tile` and `add_values` as LLVM code."""
 
     def __init__(self, builder, group, head_dim) -> None:
         super().__init__(builder)
@@ -102,7 +105,7 @@ class Decode(Vectors):
                 self.store(b.fmul(self.load(place, FLOATS), fade), place)
 
     def products(self, query, keys):
-        """A vector for each of LANES keys, whose sum is its score."""
+        """Return a vector for each of LANES keys. The sum of its lanes is the key's score, before the scale."""
         b = self.builder
         addresses = [self.load(keys, BITS64, 8 * j) for j in range(LANES)]
         sums = [self.variable() for _ in addresses]
@@ -113,7 +116,7 @@ class Decode(Vectors):
         return [b.load(total) for total in sums]
 
     def joined(self, vectors):
-        """The sum of each of LANES vectors, in its lane."""
+        """Return a vector whose lane i is the sum of vector i of LANES."""
         b, half = self.builder, LANES // 2
         while half:
             starts = range(0, 2 * LANES, 2 * half)
@@ -127,7 +130,7 @@ class Decode(Vectors):
         return vectors[0]
 
     def over_lanes(self, x, join):
-        """All lanes joined, in each of them."""
+        """Reduce all lanes by `join`; the result is in every lane."""
         half = LANES // 2
         while half:
             mask = ir.Constant(INTEGERS, [i ^ half for i in range(LANES)])
@@ -154,7 +157,7 @@ class Decode(Vectors):
             done = b.add(done, b.mul(times, BITS64(count)))
 
     def add_piece(self, values, pairs, piece, p, o, queries) -> None:
-        """32 dimensions of some queries."""
+        """Add the weighted values of 32 dimensions to the sums of some queries."""
         b = self.builder
         places = [
             b.add(b.add(o, b.mul(query, b.mul(self.row_bytes, BITS64(2)))), b.mul(piece, BITS64(128)))

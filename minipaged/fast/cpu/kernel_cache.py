@@ -1,10 +1,10 @@
-"""Compiled kernels are kept on disk, and used until a file of this package or the version of numba changes.
+"""The disk cache of compiled kernels, valid until a file of this package or the version of numba changes.
 
-numba keeps a compiled function beside the file that defines it, with that file's date and size. But a kernel links in
-functions of other files too: after a change in one of those, numba would go on using the old kernel. And another clone
-would compile the same kernels again. So here kernels are kept in minipaged's cache, in a folder that is named by a
-digest of numba's version and of all files of this package. Where NUMBA_CACHE_DIR is set, and where the cache cannot be
-written to, they are kept where numba keeps its own. The digest is in the files' names, too.
+numba stores a compiled function next to the file that defines it, with that file's date and size. But a kernel also
+links functions of other files: after a change in one of them, numba would still use the old kernel. And another clone
+would compile the same kernels again. So kernels are stored in minipaged's cache, in a folder named by a digest of
+numba's version and of all files of this package. If NUMBA_CACHE_DIR is set, or the cache is not writable, they are
+stored where numba stores its own. Their file names contain the digest too.
 """
 
 # mypy: disable-error-code="assignment, attr-defined, misc, no-untyped-call, no-untyped-def"
@@ -30,17 +30,17 @@ from minipaged.fast.cpu.whole_kernels import KernelCompiler, LoopCompiler
 from minipaged.models.hub import cache_folder
 
 inner = partial(njit, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-"""A function that only compiled code may call. It is kept as a part of its callers and has no wrapper for Python: a
-call from Python would crash."""
+"""Mark a function that only compiled code may call. It is stored as a part of its callers and has no wrapper for
+Python: a call from Python would crash."""
 loop = partial(inner, pipeline_class=LoopCompiler)
-"""An inner function that is optimised by itself before its callers are."""
+"""Mark an inner function that is optimised by itself before its callers are."""
 
 
 _whole = partial(njit, nogil=True, no_cfunc_wrapper=True, pipeline_class=KernelCompiler)
 
 
 def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Marks a function that Python calls: it is kept, and its callees with it. `options`: those of `numba.njit`."""
+    """Mark a function that Python calls. It is stored together with its callees. `options`: options of `numba.njit`."""
 
     def compiled(function: Callable[..., Any]) -> Any:
         made = _whole(**options)(function)
@@ -54,31 +54,31 @@ def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 def _warn(error: Exception) -> None:
-    """Says it once, because all kernels come here."""
+    """Warn that kernels cannot be stored. Python shows the warning only once, although every kernel may issue it."""
     warnings.warn(
-        f"compiled kernels cannot be kept, so each start will compile them ({error}); let MINIPAGED_CACHE name a "
-        "folder that can be written to",
+        f"compiled kernels cannot be kept, so each start will compile them ({error}); set MINIPAGED_CACHE to "
+        "a folder that can be written to",
         stacklevel=1,
     )
 
 
 MOST_FOLDERS = 8
-"""The number of versions whose kernels are kept: those used last. A version has about 5 MB."""
+"""The number of versions whose kernels are kept, the last used ones. A version has about 5 MB."""
 
 
 class KernelCache(FunctionCache):
-    """What is kept of one kernel."""
+    """The stored compilations of one kernel."""
 
     def __init__(self, kernel: Callable[..., Any]) -> None:
-        """Raises RuntimeError if no folder can be written to."""
+        """Raise RuntimeError if no folder is writable."""
         self._impl_class = partial(_Kept, digest_of(Path(kernel.__code__.co_filename).parent))
         super().__init__(kernel)
 
     def save_overload(self, sig, data):
-        """One process at a time: two that save one kernel for two types could give both the same file. Where it cannot
-        be saved, the next process compiles it anew."""
+        """Save a compilation, under a lock: two processes that save one kernel for two types could choose the same file
+        name. If it cannot be saved, the next process compiles it again."""
         try:
-            os.makedirs(self.cache_path, exist_ok=True)  # somebody may have removed it
+            os.makedirs(self.cache_path, exist_ok=True)  # it may have been removed
             with FileLock(Path(self.cache_path) / "saving.lock"):
                 super().save_overload(sig, data)
         except (OSError, NotImplementedError) as error:
@@ -86,7 +86,7 @@ class KernelCache(FunctionCache):
 
 
 class _Kept(CompileResultCacheImpl):
-    """How numba finds the files of a kernel."""
+    """The lookup that numba uses to find the files of a kernel."""
 
     def __init__(self, digest: str, kernel: Callable[..., Any]) -> None:
         self._digest = digest
@@ -94,12 +94,12 @@ class _Kept(CompileResultCacheImpl):
         super().__init__(kernel)
 
     def get_filename_base(self, fullname, abiflags):
-        """With the digest: numba writes index and data one after the other, and two versions could mix them."""
+        """Add the digest to numba's name. numba writes index and data separately, and two versions could mix them."""
         return f"{self._digest}.{super().get_filename_base(fullname, abiflags)}"
 
 
 class _Folder:
-    """The folder for the kernels of one digest, as numba asks for it."""
+    """The folder for the kernels of one digest, with numba's interface of a cache locator."""
 
     def __init__(self, folder: Path, kernel: Callable[..., Any]) -> None:
         self._folder = folder
@@ -107,7 +107,7 @@ class _Folder:
 
     @classmethod
     def from_function(cls, kernel: Callable[..., Any], file: str) -> _Folder | None:
-        """None where numba is to look for another place."""
+        """Return the folder of a kernel, or None if numba should try its own locators."""
         if numba.config.CACHE_DIR:
             return None
         folder = _made(cache_folder() / "kernels" / digest_of(Path(file).parent))
@@ -128,24 +128,24 @@ class _Folder:
 
 @lru_cache
 def digest_of(folder: Path) -> str:
-    """A digest of numba's version, of the files in `folder`, whose kernels are to be kept, and of this package's: after
-    a change to any of them, kernels are compiled again."""
-    files = sorted({*folder.glob("*.py*"), *Path(__file__).parent.glob("*.py*")})  # compiled modules alone are *.pyc
+    """Return a digest of numba's version, of the files in `folder` (which define the kernels) and of this package's
+    files. After a change to any of them, kernels are compiled again."""
+    files = sorted({*folder.glob("*.py*"), *Path(__file__).parent.glob("*.py*")})  # *.pyc: modules without source
     made_of = [numba.__version__.encode(), *(file.read_bytes() for file in files)]
     return hashlib.sha256(b"\0".join(made_of)).hexdigest()[:12]
 
 
 def _made(folder: Path) -> Path | None:
-    """The folder, or None where it can neither be written to nor holds any kernel. Creating it removes the least
-    recently used ones beyond `MOST_FOLDERS`."""
+    """Return the folder, created if need be, or None if it is not writable and has no kernels. Creating one removes the
+    least recently used folders beyond `MOST_FOLDERS`."""
     is_new = not folder.is_dir()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        os.utime(folder)  # it is used
+        os.utime(folder)  # marks it as used now
     except OSError:
         is_new = False
     if is_new:
-        with suppress(OSError):  # another process may tidy, too
+        with suppress(OSError):  # another process may be removing them too
             used_last = sorted(folder.parent.iterdir(), key=lambda each: each.stat().st_mtime, reverse=True)
             for old in used_last[MOST_FOLDERS:]:
                 shutil.rmtree(old, ignore_errors=True)

@@ -1,24 +1,24 @@
-"""A prompt's attention on a CPU with vectors of 512 bits: matrix products on tiles, read where keys and values lie.
+"""A prompt's attention on a CPU with vectors of 512 bits: matrix products on tiles of keys and values.
 
-A *row* is one query of one head; the heads that share a key/value head are neighbours, so that keys and values are
-fetched once for all of them. Each of the 16 lanes of a vector is a row, and ROWS rows go together:
+A *row* is one query of one head. The heads that share a key/value head are neighbours, so that keys and values are
+fetched once for all of them. Each of the 16 lanes of a vector is a row, and ROWS rows are computed together:
 
-    S = K @ Q.T   [keys, rows]    keys as they lie in their block, queries turned over once
+    S = K @ Q.T   [keys, rows]    keys as their block stores them; queries are transposed once
     P = 2 ** (S * scale * log2(e) - m), and the largest score m and the sum l of each row
-    O += V.T @ P  [head_dim, rows]    values of two neighbouring keys side by side, made so once a tile
+    O += V.T @ P  [head_dim, rows]    values of two neighbouring keys, interleaved once per tile
 
-The largest score and the sum of a row are then those of a lane: nothing is ever added up across lanes. In bfloat16 one
+The largest score and the sum of a row belong to one lane, so nothing is ever added up across lanes. In bfloat16 one
 instruction (vdpbf16ps) multiplies two numbers of each lane by two and adds both products to a float32. So P is rounded
 to bfloat16; scores, sums and results are float32. The sums of 8 keys (or dimensions) and 3 vectors of rows are kept in
-24 of the 32 registers: 3 vectors are loaded for 24 such instructions, and what they are multiplied by is one number for
-all lanes, which is read from the cache as part of the instruction.
+24 of the 32 registers: 24 such instructions load only 3 vectors. Their other factor is one number for all lanes, which
+each instruction reads from the cache.
 
-What there is to do is cut into items of ITEM rows of one key/value head, or of ROWS where threads would have none.
-Each thread takes the next item when it has finished one, a sequence's longest first: a thread that shares its core with
-another process takes fewer of them.
+The work is cut into items of ITEM rows of one key/value head, or of ROWS if ITEM would leave threads without work. Each
+thread takes the next item when it has finished one, a sequence's longest first. So a thread that shares its core with
+another process takes fewer items.
 
-A row's result does not depend on the others, if all values are finite: tiles of keys begin at multiples of TILE,
-whatever chunk the row is in. (A chunk of one query is computed as decoding is, whose last bits are others.)
+A row's result does not depend on the other rows, if all values are finite: tiles of keys begin at multiples of TILE,
+whatever chunk the row is in. (A chunk of one query is computed like decoding, which differs in the last bits.)
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, call-arg, attr-defined"
@@ -45,21 +45,22 @@ from minipaged.fast.kernels import Paged
 
 VECTORS = 3
 ROWS = LANES * VECTORS
-"""Rows whose sums are in registers together."""
+"""The number of rows whose sums are in registers together."""
 TOGETHER = 8
-"""Keys, or dimensions, of which they are."""
+"""The number of keys, or dimensions, whose sums are in registers together."""
 TILE = 64
-"""Keys between two updates of a row's largest score: scores, keys, values and queries fit the nearest cache."""
+"""The number of keys between two updates of a row's largest score. Scores, keys, values and queries of such a tile fit
+the nearest cache."""
 ITEM = 4 * ROWS
-"""Rows for which a tile of keys is fetched."""
+"""The number of rows for which a tile of keys is fetched once."""
 QUERY_TILE = 256
 KEY_TILE = 1024
-"""Without vectors of 512 bits, queries and keys of one product of the library's: large enough to be fast, and the
-scores fit the cache."""
+"""The number of queries (`QUERY_TILE`) and keys in one of torch's products, without vectors of 512 bits. They are large
+enough to be fast, and the scores fit the cache."""
 
 
 def paged_prefill(query: Tensor, paged: Paged, query_start: Tensor, scale: float, *, max_query_len: int) -> Tensor:
-    """See `minipaged.fast.kernels`. The sequences with one query are left to `paged_decode`."""
+    """See `minipaged.fast.kernels`. Sequences with one query are passed to `paged_decode`."""
     out = torch.empty_like(query)
     single = np.flatnonzero(np.diff(query_start.numpy()) == 1)  # [sequences with one query]
     if len(single):
@@ -79,8 +80,8 @@ def paged_prefill(query: Tensor, paged: Paged, query_start: Tensor, scale: float
 
 
 def _prefill_by_library(query: Tensor, paged: Paged, query_start: Tensor, scale: float, out: Tensor) -> None:
-    """Without such instructions the products are the library's, in float32: keys and values are gathered KEY_TILE at a
-    time, and the online softmax runs over those tiles."""
+    """Compute without vectors of 512 bits: torch does the products, in float32. Keys and values are gathered KEY_TILE
+    at a time, and the online softmax runs over those tiles."""
     query_lens = query_start[1:] - query_start[:-1]  # [seqs]
     for s in torch.nonzero(query_lens > 1)[:, 0].tolist():
         begin, end, context_len = int(query_start[s]), int(query_start[s + 1]), int(paged.context_lens[s])
@@ -94,7 +95,7 @@ def _prefill_by_library(query: Tensor, paged: Paged, query_start: Tensor, scale:
 
 
 def _prefill_tile(query: Tensor, paged: Paged, blocks: Tensor, first: int, context_len: int, scale: float) -> Tensor:
-    """Up to QUERY_TILE queries [T, heads, head_dim] of one sequence, the first of them at position `first`."""
+    """Attend with up to QUERY_TILE queries [T, heads, head_dim] of one sequence, the first one at position `first`."""
     T, heads, head_dim = query.shape
     kv_heads, block_size = paged.keys.shape[1:3]
     group = heads // kv_heads
@@ -104,8 +105,8 @@ def _prefill_tile(query: Tensor, paged: Paged, blocks: Tensor, first: int, conte
     m = torch.full((kv_heads, T * group, 1), -torch.inf)
     l = torch.zeros(kv_heads, T * group, 1)  # noqa: E741
     o = torch.zeros(kv_heads, T * group, head_dim)
-    seen = min(context_len, first + T)  # keys past it lie after every query
-    step = max(1, KEY_TILE // block_size)  # blocks of a tile
+    seen = min(context_len, first + T)  # keys past it come after every query
+    step = max(1, KEY_TILE // block_size)  # blocks per tile
     key_scales, value_scales = (None, None) if paged.scales is None else paged.scales.unbind(1)
     like = as_array(query)
     for j in range(0, -(-seen // block_size), step):
@@ -113,7 +114,7 @@ def _prefill_tile(query: Tensor, paged: Paged, blocks: Tensor, first: int, conte
         K = _gather(paged.keys, key_scales, blocks[j : j + step], stop - start, like)  # [kv_heads, keys, head_dim]
         V = _gather(paged.values, value_scales, blocks[j : j + step], stop - start, like)  # [kv_heads, keys, head_dim]
         scores = q @ K.mT  # [kv_heads, T * group, keys]
-        if stop > first + 1:  # the first query, at least, must not see all of them
+        if stop > first + 1:  # at least the first query must not see all of these keys
             scores.masked_fill_(torch.arange(start, stop) > position[:, None], -torch.inf)
         m_new = torch.maximum(m, scores.amax(-1, keepdim=True))
         fade = torch.exp(m - m_new)
@@ -126,9 +127,9 @@ def _prefill_tile(query: Tensor, paged: Paged, blocks: Tensor, first: int, conte
 
 
 def _gather(pool: Tensor, scales: Tensor | None, blocks: Tensor, num_keys: int, like: Any) -> Tensor:
-    """The first `num_keys` keys (or values) of these blocks, float32 [kv_heads, num_keys, head_dim].
+    """Return the first `num_keys` keys (or values) of these blocks: float32 [kv_heads, num_keys, head_dim].
 
-    like: an array of the type that the model computes in.
+    like: an array of the model's type.
     """
     kv_heads, block_size, head_dim = pool.shape[1:]
     tiles = torch.empty(kv_heads, -(-num_keys // STEP) * STEP, head_dim)
@@ -149,7 +150,7 @@ def _gather(pool: Tensor, scales: Tensor | None, blocks: Tensor, num_keys: int, 
 
 @kernel()
 def _read_heads(pool, scales, kind, block_stride, head_stride, block_size, table, size, like, tiles):
-    """The first `size` keys (or values) of a table, of every head, into `tiles` [kv_heads, size or more, head_dim]."""
+    """Read the first `size` keys (or values) of each head in `table` to `tiles` [kv_heads, size or more, head_dim]."""
     for h in range(len(tiles)):
         head, head_scales = pool + h * head_stride, scales + h * block_size * SCALE_BYTES
         read_tile(head, head_scales, kind, block_stride, block_size, table, 0, size, like, tiles[h])
@@ -157,12 +158,12 @@ def _read_heads(pool, scales, kind, block_stride, head_stride, block_size, table
 
 @kernel(parallel=True, error_model="numpy")
 def _prefill(query, pool, where, scale, num_threads, number, out):
-    """query, out: [tokens, heads, head_dim]. where: tables, rows, query_start, context_lens. `number`: the type to
-    multiply in."""
+    """query, out: [tokens, heads, head_dim]. where: tables, rows, query_start, context_lens. number: a number of the
+    type to multiply in."""
     _, rows, query_start, _ = where
     group = query.shape[1] // pool.kv_heads
     item_rows = ITEM if len(query) * query.shape[1] >= num_threads * ITEM else ROWS
-    first_item = np.zeros(len(rows) + 1, np.int64)  # of each sequence; those with one query have none
+    first_item = np.zeros(len(rows) + 1, np.int64)  # of each sequence; sequences with one query have no items
     for s in range(len(rows)):
         n = np.int64(query_start[s + 1] - query_start[s])
         items = (n * group + item_rows - 1) // item_rows * pool.kv_heads if n > 1 else 0
@@ -174,17 +175,17 @@ def _prefill(query, pool, where, scale, num_threads, number, out):
 
 @inner(error_model="numpy")
 def _work(query, pool, where, scale, first_item, item_rows, taken, number, out):
-    """Take items, of up to `item_rows` rows, until there are none left."""
+    """Compute items of up to `item_rows` rows each, until none is left."""
     tables, rows, query_start, context_lens = where
     head_dim, kv_heads = query.shape[2], pool.kv_heads
     blocks, wide = ITEM // ROWS, head_dim + -head_dim % TOGETHER
-    q = _aligned(blocks * head_dim * ROWS).reshape(blocks, head_dim, ROWS)  # or half as many pairs
+    q = _aligned(blocks * head_dim * ROWS).reshape(blocks, head_dim, ROWS)  # or half the number of pairs
     o = _aligned(blocks * wide * ROWS).reshape(blocks, wide, ROWS)
     m_l = _aligned(blocks * 2 * ROWS).reshape(blocks, 2, ROWS)
     limits = np.empty((blocks, ROWS), np.int32)
-    # Rows lie head_dim apart. What is behind the last one is multiplied too, into sums that nobody looks at.
+    # Rows are head_dim apart. Numbers past the last one are multiplied too; nothing reads their sums.
     k, v = _aligned(TILE * wide).reshape(TILE, wide), _aligned(TILE * wide).reshape(TILE, wide)
-    scores = _aligned(TILE * max(ROWS, head_dim))  # and, before there are any, values as they lie
+    scores = _aligned(TILE * max(ROWS, head_dim))  # before there are any: values to interleave
     s = 0
     while True:
         item: Any = _take(taken.ctypes.data)
@@ -214,7 +215,7 @@ def _work(query, pool, where, scale, first_item, item_rows, taken, number, out):
 
 @inner()
 def _aligned(size):
-    """[size] float32, at the beginning of a line of the cache."""
+    """Return an array [size] float32 that begins at a cache line."""
     room = np.empty(size + LANES, np.float32)
     first = -room.ctypes.data % 64 // 4
     return room[first : first + size]
@@ -222,9 +223,10 @@ def _aligned(size):
 
 @inner(error_model="numpy")
 def _attend(query, pool, h, table, first, most, context_len, scale, number, q, o, m_l, limits, k, v, scores, out):
-    """Up to `most` rows from `first` on of key/value head h. query, out: [queries, heads, head_dim] of one sequence.
+    """Attend with up to `most` rows from `first` on of key/value head h. query, out: [queries, heads, head_dim] of one
+    sequence.
 
-    What follows `number` is scratch memory.
+    The arguments between `number` and `out` are scratch memory.
     """
     head_dim, group = query.shape[2], query.shape[1] // pool.kv_heads
     num_rows = min(most, len(query) * group - first)
@@ -232,7 +234,7 @@ def _attend(query, pool, h, table, first, most, context_len, scale, number, q, o
     before = context_len - len(query)
     for r in range(blocks * ROWS):
         b, i = r // ROWS, r % ROWS
-        row = first + min(r, num_rows - 1)  # the last one again, where there is none
+        row = first + min(r, num_rows - 1)  # past the last row, the last one again
         limits[b, i] = before + row // group + 1
         _turn(query[row // group, h * group + row % group], q[b], i, number)
         m_l[b, 0, i], m_l[b, 1, i] = LOWEST, 0
@@ -264,7 +266,7 @@ def _attend(query, pool, h, table, first, most, context_len, scale, number, q, o
 
 @intrinsic
 def _take(typingctx, address):
-    """The number at an address, which is one more then, whoever else is doing the same."""
+    """Return the number at an address and increment it, atomically across threads."""
 
     def codegen(context, builder, signature, arguments):
         pointer = builder.inttoptr(arguments[0], BITS64.as_pointer())
@@ -274,7 +276,7 @@ def _take(typingctx, address):
 
 
 def _turn(row: Any, q: Any, i: Any, number: Any) -> None:
-    """Query `row` [head_dim] becomes lane i of q [head_dim, ROWS]. (In compiled code, as those that follow.)"""
+    """Copy query `row` [head_dim] to lane i of q [head_dim, ROWS]. Only for compiled code, like the functions below."""
     raise NotImplementedError("for compiled code")
 
 
@@ -293,7 +295,7 @@ def _turn_query(row, q, i, number):
 
 
 def _read_keys(pool: Any, h: Any, table: Any, start: Any, size: Any, like: Any, k: Any, number: Any) -> None:
-    """`size` keys from position `start` on, one after another, to the beginning of k."""
+    """Copy `size` keys from position `start` on, one after another, to the beginning of k."""
     raise NotImplementedError("for compiled code")
 
 
@@ -313,7 +315,7 @@ def _read_keys_as(pool, h, table, start, size, like, k, number):
 def _read_values(
     pool: Any, h: Any, table: Any, start: Any, size: Any, like: Any, v: Any, room: Any, number: Any
 ) -> None:
-    """`size` values from position `start` on, to v; up to a multiple of TOGETHER there are zeros behind them."""
+    """Copy `size` values from position `start` on to v, followed by zeros up to a multiple of TOGETHER."""
     raise NotImplementedError("for compiled code")
 
 
@@ -348,7 +350,7 @@ def _read_values_as(pool, h, table, start, size, like, v, room, number):
 
 @inner()
 def _copy(pool, head, table, start, size, row_bytes, address):
-    """Keys (or values) as they are, block after block, to an address. `head`: where the head's first one is."""
+    """Copy keys (or values) unchanged, block after block, to an address. `head`: the head's address in block 0."""
     j, block, offset = 0, start // pool.block_size, start % pool.block_size
     while j < size:
         there = min(pool.block_size - offset, size - j)
@@ -359,7 +361,7 @@ def _copy(pool, head, table, start, size, row_bytes, address):
 
 @intrinsic
 def _copy_bytes(typingctx, to, source, size):
-    """From one address to another."""
+    """Copy `size` bytes from one address to another."""
 
     def codegen(context, builder, signature, arguments):
         to, source = (builder.inttoptr(address, BITS8.as_pointer()) for address in arguments[:2])
@@ -371,8 +373,8 @@ def _copy_bytes(typingctx, to, source, size):
 
 @intrinsic
 def _attend_tile(typingctx, q, k, v, scores, o, m_l, limits, start, size, head_dim, masks, scale, number):
-    """ROWS rows and a tile of `size` keys, a multiple of TOGETHER. The first 7 are addresses; `masks`: whether some of
-    the keys are not for some of the rows."""
+    """Attend to a tile of `size` keys, a multiple of TOGETHER, with ROWS rows. The first 7 arguments are addresses.
+    `masks`: whether some of the rows must not see some of the keys."""
 
     def codegen(context, builder, signature, arguments):
         Attention(builder, *arguments[:12], number == types.uint16).write()
@@ -382,10 +384,10 @@ def _attend_tile(typingctx, q, k, v, scores, o, m_l, limits, start, size, head_d
 
 
 class Attention(Vectors):
-    """Writes the attention of a block of rows to a tile of keys, in LLVM's language."""
+    """Writes the attention of a block of rows to a tile of keys as LLVM code."""
 
     def __init__(self, builder, q, k, v, scores, o, m_l, limits, start, size, head_dim, masks, scale, in_pairs) -> None:
-        """Numbers in the program, but for `in_pairs`: whether it multiplies pairs of bfloat16."""
+        """All arguments are values in the LLVM program, except `in_pairs`: whether it multiplies pairs of bfloat16."""
         super().__init__(builder)
         self.q, self.k, self.v, self.scores, self.o, self.m_l, self.limits = q, k, v, scores, o, m_l, limits
         self.start, self.size, self.head_dim, self.masks, self.scale = start, size, head_dim, masks, scale
@@ -415,7 +417,7 @@ class Attention(Vectors):
             self.add_values(b.mul(loop.index, BITS64(TOGETHER)), fade)
 
     def write_scores(self, first, scale, highest) -> None:
-        """Of the keys from `first` on."""
+        """Score TOGETHER keys from `first` on, and update the largest scores."""
         b = self.builder
         row_bytes = b.mul(self.head_dim, BITS64(2 if self.in_pairs else 4))
         keys = [b.add(self.k, b.mul(b.add(first, BITS64(j)), row_bytes)) for j in range(TOGETHER)]
@@ -442,7 +444,7 @@ class Attention(Vectors):
                 b.store(b.select(b.fcmp_ordered(">", score, m), score, m), highest[i])
 
     def write_weights(self, step, m, totals) -> None:
-        """Of one key, or of two: in bfloat16 they lie side by side, where the scores of the first were, or before."""
+        """Write one key's weights. In bfloat16: two keys', interleaved, over scores that have been read already."""
         b, keys = self.builder, 2 if self.in_pairs else 1
         for i in range(VECTORS):
             at = self.place(self.scores, step, 4 * ROWS * keys)
@@ -450,7 +452,7 @@ class Attention(Vectors):
             for weight in weights:
                 b.store(b.fadd(b.load(totals[i]), weight), totals[i])
             to = self.place(self.scores, step, 4 * ROWS)
-            if self.in_pairs:  # rounded to the nearest: half a unit of the last place is added, and the rest cut off
+            if self.in_pairs:  # round to nearest: add half a unit of the last place, cut off the rest
                 half = self.all_of(INTEGERS, 0x8000)
                 low, high = (b.add(b.bitcast(weight, INTEGERS), half) for weight in weights)
                 upper = b.and_(high, self.all_of(INTEGERS, 0xFFFF0000))
@@ -459,7 +461,7 @@ class Attention(Vectors):
                 self.store(weights[0], to, 64 * i)
 
     def add_values(self, first, fade) -> None:
-        """To the sums of the dimensions from `first` on."""
+        """Add the weighted values to the sums of TOGETHER dimensions from `first` on."""
         b = self.builder
         places = [self.place(self.o, b.add(first, BITS64(j)), 4 * ROWS) for j in range(TOGETHER)]
         sums = [[self.variable() for _ in range(VECTORS)] for _ in places]
@@ -477,14 +479,14 @@ class Attention(Vectors):
                 self.store(b.load(total), place, 64 * i)
 
     def halved(self, size):
-        """How many pairs that is; or floats."""
+        """Return the number of steps over `size` numbers: two numbers per step in pairs, else one."""
         return self.builder.lshr(size, BITS64(1)) if self.in_pairs else size
 
     def vectors(self, address):
         return [self.load(address, PAIRS if self.in_pairs else FLOATS, 64 * i) for i in range(VECTORS)]
 
     def add_products(self, totals, rows, address) -> None:
-        """Of each vector of rows and the number, or pair, at an address."""
+        """Add to each total the product of its vector of rows and the number, or pair, at an address."""
         number = self.spread(self.load(address, BITS32 if self.in_pairs else ir.FloatType()))
         for total, row in zip(totals, rows, strict=True):
             self.add_product(total, row, number)

@@ -490,8 +490,8 @@ assert written == [2, 1, 3]  # 37, 5 and 70 tokens, 32 a split
 #
 # ## The real one
 #
-# [`paged_decode`](../minipaged/fast/gpu/attention.py) is made of these steps. It takes the same arguments in another
-# layout (the keys of one head side by side) and runs in the interpreter too:
+# [`paged_decode`](../minipaged/fast/gpu/attention.py) is made of these steps. It takes keys and values in another
+# layout (the keys of one head side by side), in a `Paged` with the tables, and runs in the interpreter too:
 
 # %%
 from minipaged.fast.gpu.attention import paged_decode

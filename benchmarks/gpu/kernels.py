@@ -271,12 +271,12 @@ def time_mixed(setting: Setting) -> Row:
     starts[-1] = len(query)
     last_start = starts[alone:] - alone
     paged = given.paged
-    first, rest = (
-        paged._replace(rows=paged.rows[part], context_lens=paged.context_lens[part])
-        for part in (slice(alone), slice(alone, None))
-    )
 
     def apart() -> Tensor:
+        first, rest = (
+            paged._replace(rows=paged.rows[part], context_lens=paged.context_lens[part])
+            for part in (slice(alone), slice(alone, None))
+        )
         decoded = attention.paged_decode(query[:alone], first, shape.scale)
         prompt = attention.paged_prefill(query[alone:], rest, last_start, shape.scale, max_query_len=chunk)
         return torch.cat([decoded, prompt])

@@ -27,8 +27,8 @@ class NotHere:
     """The values that are accepted, because they ask for minipaged's own behaviour."""
 
 
-_NO_LORA = "LoRA adapters are not supported; merge the adapter into the weights, and load those"
-_NO_IMAGES = "models here read text only; leave it out"
+_NO_LORA = "merge the adapter into the weights, and load those"
+_NO_IMAGES = "models here read and write text only; leave it out"
 _NO_SPECULATION = "there is no speculative decoding; leave it out"
 _NO_REVISIONS = "a hub id means its newest revision; download the one you want, and give its folder as model"
 _GRAPHS = "the device decides whether CUDA graphs are used, and there is no switch; leave it out"
@@ -93,7 +93,7 @@ SAMPLING_ARGUMENTS: dict[str, NotHere] = {
     "logits_processors": NotHere(_NOTHING_BETWEEN),
     "watermarking": NotHere(_NOTHING_BETWEEN, (None, False)),
     "thinking_token_budget": NotHere(_NOTHING_BETWEEN, (None, -1)),
-    "repetition_detection": NotHere(_NOTHING_BETWEEN),
+    "repetition_detection": NotHere("no text ends because it repeats itself; use stop or repetition_penalty"),
     "best_of": NotHere("sample n sequences with logprobs, and choose among them", (None, 1)),
     "use_beam_search": NotHere("call LLM.beam_search() with a BeamSearchParams", (False,)),
     "detokenize": NotHere("text is made whenever there is a tokenizer; leave it out", (True,)),
@@ -124,7 +124,7 @@ GENERATE_ARGUMENTS: dict[str, NotHere] = {
 
 CHAT_ARGUMENTS: dict[str, NotHere] = {
     **GENERATE_ARGUMENTS,
-    "tools": NotHere("tools are not supported, an answer is text; describe them to the model in the messages"),
+    "tools": NotHere("an answer is text; describe the tools to the model in the messages"),
     "chat_template_content_format": NotHere("templates receive each content as one text", ("auto", "string")),
 }
 """Arguments of vLLM's `LLM.chat`."""

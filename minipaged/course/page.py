@@ -26,9 +26,9 @@ from typing import Any
 from minipaged.course.grader.assignment import (
     CannotBeGraded,
     Grade,
+    GradeStatus,
     Submission,
     TestResult,
-    TestStatus,
     find_assignment,
 )
 from minipaged.course.grader.counterexample import ALARM, UNWRITTEN
@@ -98,7 +98,7 @@ def _told(grade: Grade) -> dict[str, Any]:
         told |= dict.fromkeys(("meaning", "hint", "output"), "") | dict.fromkeys(("counterexample", "same", "run"))
         return told | {"message": "A hidden test; what it found is not shown."}
     told["unwritten"] = UNWRITTEN in result.message
-    same = fails_like(result, earlier) if result.status is TestStatus.FAILED else None
+    same = fails_like(result, earlier) if result.status is GradeStatus.FAILED else None
     failure = result.failure
     if failure and failure.verdict:
         told["hint"] = VERDICT_HINTS[Verdict(failure.verdict)]

@@ -151,7 +151,7 @@ class Steady:
         self._emit = emit
         scheduler.asked.settle = self.settle  # the policy may look at running requests
         self._batches: dict[int, Batch] = {}  # lane -> its batch
-        self._latest: dict[int, Plan] = {}  # lane -> its latest plan, while a request runs or waits
+        self._latest: dict[int, Plan] = {}  # lane -> its latest plan, while a request runs there
 
     def settle(self) -> None:
         """Bring all sequences to the state in which the long way would have left them."""
@@ -250,8 +250,8 @@ class Steady:
             self._committer.commit(step)
         elif self._commit(batch, step):
             self._pause()
-        if not (self._scheduler.running or self._scheduler.waiting):
-            self._latest.clear()  # an idle engine keeps no sequences
+        if not self._scheduler.lanes[step.plan.lane].running:
+            self._latest.pop(step.plan.lane, None)  # an idle lane keeps no sequences
 
     def _commit(self, batch: Batch, step: LaunchedStep) -> bool:
         """Commit a step of the batch. Returns whether a sequence has ended."""

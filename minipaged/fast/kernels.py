@@ -30,7 +30,7 @@ class Paged(NamedTuple):
     """[num_blocks, kv_heads, block_size, head_dim] of the model's type, or codes of 8 bits. The query tokens' own keys
     are already there."""
     values: Tensor
-    """The same shape, type and strides as `keys`: both are views of one layer of the cache."""
+    """Values, of the shape, type and strides of `keys`: both are views of one layer of the cache."""
     tables: Tensor
     """[num_rows, max_blocks] int32: block tables."""
     rows: Tensor

@@ -575,7 +575,7 @@ class DecodeGraph:
         return logits if batch.logit_rows is None else logits[to_device(batch.logit_rows, logits.device)]
 
     def run_again(self, chosen: Tensor) -> Tensor:
-        """The same sequences as in the last run, each one token further, as it is chosen for its row."""
+        """Run the sequences of the last run again, each one token further. `chosen`: the token of each row."""
         held, self._held = self._held, None
         assert held is not None
         return self._replay(held, len(chosen), chosen)
@@ -621,7 +621,7 @@ class FlatBatch:
         return torch.where(self.ids < 0, self.chosen[(-1 - self.ids).clamp(min=0)], self.ids)
 
     def on(self, device: torch.device) -> FlatBatch:
-        """The same on a device, sent as one tensor."""
+        """Return the batch on a device, sent there as one tensor."""
         if not is_gpu(device):
             return self
         parts = [self.ids, self.positions, self.token_rows, self.rows, self.context_lens, self.query_start]
@@ -667,7 +667,7 @@ class FlatBatch:
         return decoding, part(slice(n, None), logit_rows=last[last >= n] - n, num_decoding=0, prompt_rows=asked)
 
     def one_further(self, chosen: Tensor) -> FlatBatch:
-        """The same sequences with the tokens that were chosen for them. This batch is used up."""
+        """Return the batch of the next step, in which each sequence has its chosen token. This batch is used up."""
         self.positions.add_(1)
         self.context_lens.add_(1)
         return replace(self, chosen=chosen)

@@ -91,7 +91,7 @@ class LoadedModel:
         return asked
 
     def block_bytes(self, block_size: int, kv_cache_dtype: KVCacheDtype = "auto", tensor_parallel_size: int = 1) -> int:
-        """Bytes of one block: K and V of `block_size` tokens in every layer, on all ranks together."""
+        """Bytes of one block: K and V of `block_size` tokens in every layer, on all ranks that share a memory."""
         return self.tier.block_bytes(self.config, block_size, kv_cache_dtype, tensor_parallel_size)
 
 

@@ -11,7 +11,7 @@ import pytest
 from minipaged.course.assignments.beam_search import checks as beam_search
 from minipaged.course.assignments.beam_search.checks import ASSIGNMENT
 from minipaged.course.assignments.beam_search.mutants import FIRST, REFERENCE, SEEDED, TOGETHER
-from minipaged.course.grader.assignment import Bench, Performance, Submission, TestStatus
+from minipaged.course.grader.assignment import Bench, GradeStatus, Performance, Submission
 from minipaged.events import StepFailed
 from tests.course import harness
 from tests.course.harness import folded, run_script, submit
@@ -43,7 +43,7 @@ LATE = REFERENCE.replace(
 def test_the_engine_alone_catches_a_bug_too_and_gives_a_script(tmp_path: Path) -> None:
     """One that shows with wide vocabularies only."""
     result = result_of("the engine, on a small model", submit(LATE, tmp_path))
-    assert result.status is TestStatus.FAILED
+    assert result.status is GradeStatus.FAILED
     assert result.message.startswith("in the engine, workload ")
     assert result.failure is not None
     assert result.failure.script is not None

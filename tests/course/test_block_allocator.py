@@ -11,7 +11,7 @@ import pytest
 from minipaged.course.assignments.block_allocator import checks as block_allocator
 from minipaged.course.assignments.block_allocator.checks import ASSIGNMENT, LARGE_POOLS
 from minipaged.course.assignments.block_allocator.mutants import SEEDED
-from minipaged.course.grader.assignment import Bench, Failure, Submission, TestResult, TestStatus
+from minipaged.course.grader.assignment import Bench, Failure, GradeStatus, Submission, TestResult
 from minipaged.course.grader.formats import text
 from minipaged.course.grader.grading import grade, run_test
 from minipaged.events import StepFailed
@@ -30,7 +30,7 @@ def first_failure(submission: Submission, seed: int = 0) -> TestResult | None:
         if test.stage != "model":
             with Bench(ASSIGNMENT, submission, seed) as bench:
                 result = run_test(test, bench)
-            if result.status is not TestStatus.PASSED:
+            if result.status is not GradeStatus.PASSED:
                 return result
     return None
 
@@ -96,7 +96,7 @@ def test_a_failed_test_caps_the_score(tmp_path: Path) -> None:
     """A bug that only the last property finds costs more than its points."""
     source = MUTANTS["copy-gives-up-first"].source
     result = grade(ASSIGNMENT, submit(source, tmp_path), model=None)
-    failed = [one.test.name for one in result.results if one.status is TestStatus.FAILED]
+    failed = [one.test.name for one in result.results if one.status is GradeStatus.FAILED]
     assert failed == ["a call that raises changes nothing", "long runs in large pools"]
     assert (result.score, result.capped) == (60, False)
     result.assignment = replace(ASSIGNMENT, cap=50)

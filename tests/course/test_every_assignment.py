@@ -10,7 +10,7 @@ import pytest
 
 from minipaged.course.assignments.block_allocator import checks as block_allocator
 from minipaged.course.assignments.block_allocator.checks import LARGE_POOLS
-from minipaged.course.grader.assignment import ASSIGNMENTS, Submission, TestStatus, find_assignment
+from minipaged.course.grader.assignment import ASSIGNMENTS, GradeStatus, Submission, find_assignment
 from minipaged.course.grader.formats import text
 from minipaged.course.grader.grading import grade
 from minipaged.course.grader.handouts import folder_of
@@ -38,7 +38,7 @@ def test_the_untouched_starter_gets_no_points_and_is_told_where_to_begin(name: s
     assignment, starter = find_assignment(name), folder_of(name) / "starter.py"
     result = grade(assignment, Submission(starter), model=None)
     assert (result.score, result.full_marks) == (0, False)
-    status = {"properties": TestStatus.FAILED, "engine": TestStatus.SKIPPED, "model": TestStatus.NOT_GRADED}
+    status = {"properties": GradeStatus.FAILED, "engine": GradeStatus.SKIPPED, "model": GradeStatus.NOT_GRADED}
     assert [one.status for one in result.results] == [status[one.test.stage] for one in result.results]
     lines = starter.read_text().splitlines()
     failed = [one.message for one in result.results if one.test.stage == "properties"]
@@ -151,7 +151,7 @@ def test_the_model_test_passes_a_right_part_and_fails_a_wrong_one(
     load, seeded = LoadedModel.load, find_seeded(name)
     monkeypatch.setattr(LoadedModel, "load", lambda model, *rest, **more: load(tiny_model, *rest, **more))
     wrong = seeded.mutants[WRONG_IN_A_MODEL[name]].source
-    for source, status in ((next(iter(seeded.right.values())), TestStatus.PASSED), (wrong, TestStatus.FAILED)):
+    for source, status in ((next(iter(seeded.right.values())), GradeStatus.PASSED), (wrong, GradeStatus.FAILED)):
         result = result_of(find_assignment(name), "SmolLM2", submit(source, tmp_path))
         assert result.status is status, result.message
         assert "Traceback" not in result.message

@@ -23,9 +23,9 @@ from minipaged.course.grader.assignment import (
     Bench,
     CannotBeGraded,
     Grade,
+    GradeStatus,
     Performance,
     Submission,
-    TestStatus,
     find_assignment,
 )
 from minipaged.course.grader.autograder import write_autograder
@@ -279,7 +279,7 @@ def test_hidden_tests_show_students_points_only(grades: dict[str, Grade]) -> Non
 def test_a_failure_is_explained(grades: dict[str, Grade]) -> None:
     """What, the invariant by name, a sentence, a hint, a drawing, a script."""
     shown = formats.text(grades["wrong"])
-    failed = next(result for result in grades["wrong"].results if result.status is TestStatus.FAILED)
+    failed = next(result for result in grades["wrong"].results if result.status is GradeStatus.FAILED)
     assert failed.failure is not None
     for part in (failed.message, str(Invariant.CONSERVATION), "hint: ", "held by", "counterexample.py:", "try:"):
         assert part in shown

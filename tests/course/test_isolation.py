@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from minipaged.course.grader import assignment
-from minipaged.course.grader.assignment import CannotBeGraded, Submission, TestResult, TestStatus, find_assignment
+from minipaged.course.grader.assignment import CannotBeGraded, GradeStatus, Submission, TestResult, find_assignment
 from minipaged.course.grader.counterexample import ALARM
 from minipaged.course.grader.grading import grade
 from minipaged.course.sandbox import process
@@ -44,7 +44,7 @@ IMPATIENT = replace(LIMITS, call_seconds=1.0)
 
 
 def test_what_is_made_hostile_passes_without_it(tmp_path: Path) -> None:
-    assert result_of(hostile(), tmp_path).status is TestStatus.PASSED
+    assert result_of(hostile(), tmp_path).status is GradeStatus.PASSED
 
 
 FORGE = """
@@ -146,7 +146,7 @@ for fd in range(3, 500):
 def test_a_hostile_submission_gets_its_verdict_and_never_a_pass(source: str, verdict: Verdict, tmp_path: Path) -> None:
     started = time.monotonic()
     result = result_of(source, tmp_path, IMPATIENT if verdict is Verdict.TIMED_OUT else LIMITS)
-    assert result.status is TestStatus.FAILED
+    assert result.status is GradeStatus.FAILED
     assert result.failure is not None
     assert result.failure.verdict == verdict, result.message
     assert time.monotonic() - started < 90, "nobody waits for it to wake up"
@@ -183,7 +183,7 @@ def test_a_grading_ends_the_processes_that_it_has_started(tmp_path: Path, monkey
     monkeypatch.setattr(process, "WorkerPool", Known)
     few = replace(ASSIGNMENT, tests=ASSIGNMENT.tests[:1], measure=None)
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    assert grade(few, submit(hostile(), tmp_path), model=None).results[0].status is TestStatus.PASSED
+    assert grade(few, submit(hostile(), tmp_path), model=None).results[0].status is GradeStatus.PASSED
     assert len(started) == 1
     assert not started[0]._origins
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
@@ -234,7 +234,7 @@ def test_a_call_that_does_not_listen_to_its_alarm_is_ended(tmp_path: Path) -> No
 )
 def test_what_a_call_raises_or_returns_fails_the_test_and_is_told(source: str, message: str, tmp_path: Path) -> None:
     result = result_of(source, tmp_path)
-    assert result.status is TestStatus.FAILED
+    assert result.status is GradeStatus.FAILED
     assert message in result.message
 
 

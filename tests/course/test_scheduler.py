@@ -9,7 +9,7 @@ from pathlib import Path
 
 from minipaged.course.assignments.scheduler.checks import ASSIGNMENT
 from minipaged.course.assignments.scheduler.mutants import ENGINE, IDLE, NEVER, PURE, REFERENCE, SEEDED, VICTIM
-from minipaged.course.grader.assignment import Submission, TestStatus
+from minipaged.course.grader.assignment import GradeStatus, Submission
 from minipaged.events import StepFailed
 from tests.course import harness
 from tests.course.harness import folded, run_script, submit
@@ -53,7 +53,7 @@ LATE = REFERENCE.replace(
 def test_the_engine_alone_catches_a_bug_too_and_gives_a_script(tmp_path: Path) -> None:
     """One that shows with longer names only."""
     result = result_of(ENGINE, submit(LATE, tmp_path))
-    assert result.status is TestStatus.FAILED
+    assert result.status is GradeStatus.FAILED
     assert result.message.startswith("in the engine, workload ")
     assert result.failure is not None
     assert result.failure.script is not None
@@ -63,8 +63,8 @@ def test_the_engine_alone_catches_a_bug_too_and_gives_a_script(tmp_path: Path) -
 
 def test_a_carried_allocator_is_used_and_its_bug_is_named_in_the_engine(tmp_path: Path) -> None:
     for source, status in (
-        (ALLOCATOR, TestStatus.PASSED),
-        (ALLOCATOR.replace("[block] += 1", "[block] += 0"), TestStatus.FAILED),
+        (ALLOCATOR, GradeStatus.PASSED),
+        (ALLOCATOR.replace("[block] += 1", "[block] += 0"), GradeStatus.FAILED),
     ):
         (tmp_path / "allocator.py").write_text(source)
         carried = {"block-allocator": Submission(tmp_path / "allocator.py")}

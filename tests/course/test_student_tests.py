@@ -18,8 +18,8 @@ from minipaged.course.grader.assignment import (
     CannotBeGraded,
     Failed,
     Grade,
+    GradeStatus,
     Submission,
-    TestStatus,
     find_assignment,
 )
 from minipaged.course.grader.formats import text
@@ -105,7 +105,7 @@ submit = partial(harness.submit, file="test_mine.py")
 
 
 def killed(grade: Grade) -> set[str]:
-    return {result.test.name for result in grade.results if result.status is TestStatus.PASSED and result.test.points}
+    return {result.test.name for result in grade.results if result.status is GradeStatus.PASSED and result.test.points}
 
 
 SEEDED = find_seeded("block-allocator")
@@ -163,7 +163,7 @@ def test_weak_tests_find_few_and_are_told_what_they_miss(tmp_path: Path, monkeyp
 def test_tests_that_fail_on_a_right_allocator_prove_nothing(test: str, message: str, tmp_path: Path) -> None:
     grade = grade_tests("block-allocator", submit(HEAD + test, tmp_path))
     assert (grade.score, grade.full_marks) == (0, False)
-    assert any(message in result.message for result in grade.results if result.status is TestStatus.FAILED)
+    assert any(message in result.message for result in grade.results if result.status is GradeStatus.FAILED)
     assert len(grade.results) == len(SEEDED.right), "no bug was tried"
 
 

@@ -25,7 +25,7 @@ from minipaged.course.assignments.under_load.checks import (
 )
 from minipaged.course.assignments.under_load.mutants import ORDER, OURS
 from minipaged.course.assignments.under_load.ours import Ours
-from minipaged.course.grader.assignment import Bench, Failed, TestStatus
+from minipaged.course.grader.assignment import Bench, Failed, GradeStatus
 from minipaged.course.grader.formats import text
 from minipaged.course.grader.grading import grade
 from minipaged.engine.policy import FirstComeFirstServed
@@ -57,7 +57,7 @@ BACKWARDS = with_turn("return -request.arrival")
 @thorough
 def test_by_arrival_passes_what_asks_for_no_gain_and_is_told_by_how_much_it_falls_short(tmp_path: Path) -> None:
     result = grade(ASSIGNMENT, submit(BY_ARRIVAL, tmp_path), model=None)
-    failed = [one.test.name for one in result.results if one.status is TestStatus.FAILED]
+    failed = [one.test.name for one in result.results if one.status is GradeStatus.FAILED]
     assert failed == ["an overload", "bursts", "nearly as good as ours"]
     assert result.score == 35
     assert "of the requests are served in time" in text(result)
@@ -117,9 +117,9 @@ def test_an_order_that_never_gets_anywhere_is_stopped(tmp_path: Path, monkeypatc
 def test_the_engine_alone_catches_what_only_it_asks_and_says_where(tmp_path: Path) -> None:
     """Requests with several sequences come in the engine's workloads only."""
     source = with_turn("return request.arrival if request.num_sequences == 1 else None")
-    assert result_of(ORDER, submit(source, tmp_path)).status is TestStatus.PASSED
+    assert result_of(ORDER, submit(source, tmp_path)).status is GradeStatus.PASSED
     result = result_of("the engine, on a small model", submit(source, tmp_path))
-    assert result.status is TestStatus.FAILED
+    assert result.status is GradeStatus.FAILED
     assert result.message.startswith("in the engine, workload ")
     assert "turn returned None" in result.message
 
@@ -128,7 +128,7 @@ def test_the_engine_alone_catches_what_only_it_asks_and_says_where(tmp_path: Pat
 @pytest.mark.model
 def test_smollm2s_texts_are_those_of_any_order(tmp_path: Path) -> None:
     result = result_of("SmolLM2", submit(BACKWARDS, tmp_path))
-    assert result.status is TestStatus.PASSED, result.message
+    assert result.status is GradeStatus.PASSED, result.message
 
 
 def test_the_bound_is_what_the_handout_says() -> None:

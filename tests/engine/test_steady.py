@@ -267,7 +267,7 @@ def test_nothing_is_kept_of_requests_that_have_ended_when_there_are_no_others(
     config = EngineConfig(**sizes, async_scheduling=async_scheduling)
     engine = Engine(config, REFERENCE, ContentRunner(60, 0, 16, 11, True, REFERENCE.sample))
     tables = weakref.WeakSet[BlockTable]()
-    for lengths in ([1], [20], [9, 40], [9, 9, 20]):
+    for lengths in ([20], [9, 40], [9, 9, 20]):
         for aborts in (False, True):
             for length in lengths:
                 n = 2 if length == 20 else 1
@@ -281,6 +281,23 @@ def test_nothing_is_kept_of_requests_that_have_ended_when_there_are_no_others(
                     break
             gc.collect()
             assert not tables, f"of {lengths}"
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_an_idle_lane_keeps_nothing_while_another_works(async_scheduling: bool) -> None:
+    sizes = {"num_blocks": 60, "max_model_len": 64, "vocab_size": 11, "pipeline_parallel_size": 2}
+    config = EngineConfig(**sizes, async_scheduling=async_scheduling)
+    engine = Engine(config, REFERENCE, ContentRunner(60, 0, 16, 11, True, REFERENCE.sample))
+    tables = weakref.WeakSet[BlockTable]()
+    for max_tokens in (9, 50):
+        engine.add_request([1, 2, 3], SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1))
+    while len(engine.unfinished_requests) != 1:
+        engine.step()
+        tables.update(sequence.table for request in engine.scheduler.running for sequence in request.sequences)
+    for _ in range(4):
+        engine.step()
+    gc.collect()
+    assert len(tables) == 1
 
 
 def test_a_lane_goes_on_when_a_sequence_ends_in_another(monkeypatch: pytest.MonkeyPatch) -> None:

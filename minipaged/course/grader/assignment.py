@@ -317,7 +317,7 @@ class Bench:
 # --- Results --------------------------------------------------------------------------------------
 
 
-class TestStatus(StrEnum):
+class GradeStatus(StrEnum):
     """The outcome of a test."""
 
     PASSED = "passed"
@@ -335,7 +335,7 @@ class TestResult:
     __test__ = False
 
     test: Test
-    status: TestStatus
+    status: GradeStatus
     message: str = ""
     failure: Failure | None = None
     output: str = ""
@@ -343,7 +343,7 @@ class TestResult:
 
     @property
     def score(self) -> int:
-        return self.test.points if self.status is TestStatus.PASSED else 0
+        return self.test.points if self.status is GradeStatus.PASSED else 0
 
 
 @dataclass(slots=True)
@@ -371,7 +371,7 @@ class Grade:
 
     @property
     def max_score(self) -> int:
-        left_out = sum(result.test.points for result in self.results if result.status is TestStatus.NOT_GRADED)
+        left_out = sum(result.test.points for result in self.results if result.status is GradeStatus.NOT_GRADED)
         return self.assignment.max_score - left_out
 
     @property
@@ -393,7 +393,7 @@ class Grade:
 
     @property
     def _failed(self) -> bool:
-        return any(result.status in (TestStatus.FAILED, TestStatus.SKIPPED) for result in self.results)
+        return any(result.status in (GradeStatus.FAILED, GradeStatus.SKIPPED) for result in self.results)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from minipaged.course.grader.assignment import Grade, TestResult, TestStatus
+from minipaged.course.grader.assignment import Grade, GradeStatus, TestResult
 from minipaged.course.grader.grading import VERDICT_HINTS
 from minipaged.course.sandbox.contract import Verdict
 
@@ -32,15 +32,15 @@ def heading(grade: Grade) -> list[str]:
 def result_lines(result: TestResult, earlier: Sequence[TestResult] = ()) -> list[str]:
     """Return the lines for one test: its points, and the explanation if it failed in a way no `earlier` test did."""
     test = result.test
-    points = "not run" if result.status is TestStatus.SKIPPED else f"{result.score:>2}/{test.points}"
-    if result.status is TestStatus.NOT_GRADED:
+    points = "not run" if result.status is GradeStatus.SKIPPED else f"{result.score:>2}/{test.points}"
+    if result.status is GradeStatus.NOT_GRADED:
         points = "left out"
     elif not test.points:
-        points = "passed" if result.status is TestStatus.PASSED else "failed"
+        points = "passed" if result.status is GradeStatus.PASSED else "failed"
     lines = [f"{points:<9} {test.name:<38} {test.invariant or ''}".rstrip()]
-    if result.status is TestStatus.FAILED and test.hidden:
+    if result.status is GradeStatus.FAILED and test.hidden:
         return [*lines, *_indented(["a hidden test; what it found is not shown"]), ""]
-    if result.status is TestStatus.FAILED and result.failure:
+    if result.status is GradeStatus.FAILED and result.failure:
         if same := fails_like(result, earlier):
             return [*lines, *_indented([f"fails like '{same.test.name}'"])]
         lines += ["", *_indented(explanation(result)), ""]
@@ -51,7 +51,7 @@ def result_lines(result: TestResult, earlier: Sequence[TestResult] = ()) -> list
 
 def fails_like(result: TestResult, earlier: Sequence[TestResult]) -> TestResult | None:
     """Return the first earlier test that failed with the same message, or None."""
-    return next((one for one in earlier if one.status is TestStatus.FAILED and one.message == result.message), None)
+    return next((one for one in earlier if one.status is GradeStatus.FAILED and one.message == result.message), None)
 
 
 def explanation(result: TestResult) -> list[str]:
@@ -89,7 +89,7 @@ def closing(grade: Grade) -> list[str]:
         lines[-1] += f" (with a failed test, {grade.assignment.cap} at most)"
     if grade.also_checked:
         lines.append(f"{', '.join(grade.also_checked)}: also checked")
-    left_out = [result.test for result in grade.results if result.status is TestStatus.NOT_GRADED]
+    left_out = [result.test for result in grade.results if result.status is GradeStatus.NOT_GRADED]
     if left_out:
         names = ", ".join(f"{test.name} ({test.points} points)" for test in left_out)
         lines.append(f"not graded: {names}")
@@ -187,13 +187,13 @@ def gradescope(grade: Grade) -> str:
             "name": result.test.name,
             "score": result.score,
             "max_score": result.test.points,
-            "status": "passed" if result.status is TestStatus.PASSED else "failed",
+            "status": "passed" if result.status is GradeStatus.PASSED else "failed",
             "output": _said(result),
             "output_format": "text",
             "visibility": "hidden" if result.test.hidden else "visible",
         }
         for result in grade.results
-        if result.status is not TestStatus.NOT_GRADED
+        if result.status is not GradeStatus.NOT_GRADED
     ]
     leaderboard = []
     if grade.performance:
@@ -230,7 +230,7 @@ def prairielearn(grade: Grade) -> str:
                     "output": _said(result),
                 }
                 for result in grade.results
-                if result.status is not TestStatus.NOT_GRADED
+                if result.status is not GradeStatus.NOT_GRADED
             ],
         }
     )
@@ -243,16 +243,16 @@ def junit(grade: Grade) -> str:
         "testsuite",
         name=grade.assignment.name,
         tests=str(len(grade.results) + bool(grade.error)),
-        failures=str(statuses.count(TestStatus.FAILED)),
+        failures=str(statuses.count(GradeStatus.FAILED)),
         errors=str(int(bool(grade.error))),
-        skipped=str(statuses.count(TestStatus.SKIPPED) + statuses.count(TestStatus.NOT_GRADED)),
+        skipped=str(statuses.count(GradeStatus.SKIPPED) + statuses.count(GradeStatus.NOT_GRADED)),
     )
     for result in grade.results:
         case = ET.SubElement(suite, "testcase", classname=grade.assignment.name, name=result.test.name)
-        if result.status is TestStatus.FAILED:
+        if result.status is GradeStatus.FAILED:
             message = "a hidden test" if result.test.hidden else _printable(result.message)
             ET.SubElement(case, "failure", message=message).text = _printable(_said(result))
-        elif result.status is not TestStatus.PASSED:
+        elif result.status is not GradeStatus.PASSED:
             ET.SubElement(case, "skipped", message=result.message)
     if grade.error:
         case = ET.SubElement(suite, "testcase", classname=grade.assignment.name, name="the submission can be graded")
@@ -264,11 +264,11 @@ def junit(grade: Grade) -> str:
 
 
 def _said(result: TestResult) -> str:
-    if result.status is TestStatus.PASSED:
+    if result.status is GradeStatus.PASSED:
         return ""
     if result.test.hidden:
         return "a hidden test; what it found is not shown"
-    return "\n".join(explanation(result) if result.status is TestStatus.FAILED else [result.message])
+    return "\n".join(explanation(result) if result.status is GradeStatus.FAILED else [result.message])
 
 
 def _printable(content: str) -> str:

@@ -17,10 +17,10 @@ from minipaged.course.grader.assignment import (
     Failed,
     Failure,
     Grade,
+    GradeStatus,
     Submission,
     Test,
     TestResult,
-    TestStatus,
 )
 from minipaged.course.grader.counterexample import UNWRITTEN, raised_message
 from minipaged.course.grader.handouts import to_do
@@ -93,15 +93,15 @@ def _grade(
     reached = assignment.tests[0].stage
     for test in assignment.tests:
         if test.stage == "model" and model is None:
-            result.results.append(TestResult(test, TestStatus.NOT_GRADED, "left out on request (--no-model)"))
-        elif test.stage != reached and any(one.status is TestStatus.FAILED for one in result.results):
-            result.results.append(TestResult(test, TestStatus.SKIPPED, "not run: everything above has to pass first"))
+            result.results.append(TestResult(test, GradeStatus.NOT_GRADED, "left out on request (--no-model)"))
+        elif test.stage != reached and any(one.status is GradeStatus.FAILED for one in result.results):
+            result.results.append(TestResult(test, GradeStatus.SKIPPED, "not run: everything above has to pass first"))
         else:
             reached = test.stage
             with bench() as one:
                 result.results.append(run_test(test, one))
         report(result)
-    if assignment.measure and not any(one.status is TestStatus.FAILED for one in result.results):
+    if assignment.measure and not any(one.status is GradeStatus.FAILED for one in result.results):
         with bench() as one:
             try:
                 result.performance = assignment.measure(one)
@@ -135,8 +135,8 @@ def run_test(test: Test, bench: Bench) -> TestResult:
     if failure and UNWRITTEN in failure.message and (left := to_do(bench.submission.path)):
         failure = replace(failure, drawing=("still to be written:", *left), script=None, events=())
     if failure is None:
-        return TestResult(test, TestStatus.PASSED, output=bench.output)
-    return TestResult(test, TestStatus.FAILED, failure.message, failure, bench.output)
+        return TestResult(test, GradeStatus.PASSED, output=bench.output)
+    return TestResult(test, GradeStatus.FAILED, failure.message, failure, bench.output)
 
 
 def _tampering(bench: Bench) -> Failure | None:

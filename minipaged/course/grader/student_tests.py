@@ -20,10 +20,10 @@ from minipaged.course.grader.assignment import (
     CannotBeGraded,
     Failure,
     Grade,
+    GradeStatus,
     Submission,
     Test,
     TestResult,
-    TestStatus,
     find_assignment,
     start_process,
 )
@@ -45,7 +45,7 @@ RIGHT = (
 
 
 @dataclass(frozen=True, slots=True)
-class TestRun:
+class StudentTestRun:
     """The result of one run of the tests."""
 
     passed: tuple[str, ...] = ()
@@ -83,7 +83,7 @@ def grade_tests(name: str, tests: Submission, *, report: Callable[[Grade], None]
             grade.results.append(_passes(test, outcome))
             report(grade)
         # If a test fails on a right part, its failure on a mutant proves nothing.
-        if not any(result.status is TestStatus.FAILED for result in grade.results):
+        if not any(result.status is GradeStatus.FAILED for result in grade.results):
             with ThreadPoolExecutor(TOGETHER) as pool:
                 runs = pool.map(run, [mutant.source for mutant in bugs])
                 for test, outcome in zip(mutants, runs, strict=True):
@@ -100,30 +100,30 @@ def grade_tests(name: str, tests: Submission, *, report: Callable[[Grade], None]
 NOT_FOUND = "not found"
 
 
-def _passes(test: Test, outcome: TestRun) -> TestResult:
+def _passes(test: Test, outcome: StudentTestRun) -> TestResult:
     if outcome.verdict:
         failure = Failure(outcome.message, verdict=outcome.verdict)
-        return TestResult(test, TestStatus.FAILED, outcome.message, failure, outcome.output)
+        return TestResult(test, GradeStatus.FAILED, outcome.message, failure, outcome.output)
     if outcome.failed:
         name, why = outcome.failed[0]
         message = f"{name} fails on a right part: {why}\n{test.meaning}\nThe parts with bugs were therefore not tried."
-        return TestResult(test, TestStatus.FAILED, message, output=outcome.output)
-    return TestResult(test, TestStatus.PASSED, f"{len(outcome.passed)} tests")
+        return TestResult(test, GradeStatus.FAILED, message, output=outcome.output)
+    return TestResult(test, GradeStatus.PASSED, f"{len(outcome.passed)} tests")
 
 
-def _kills(test: Test, outcome: TestRun) -> TestResult:
+def _kills(test: Test, outcome: StudentTestRun) -> TestResult:
     if outcome.verdict == Verdict.TIMED_OUT:  # the tests ended in time on right parts
-        return TestResult(test, TestStatus.PASSED, "found: the tests did not end")
+        return TestResult(test, GradeStatus.PASSED, "found: the tests did not end")
     if outcome.verdict:
         failure = Failure(outcome.message, verdict=outcome.verdict)
-        return TestResult(test, TestStatus.FAILED, outcome.message, failure, outcome.output)
+        return TestResult(test, GradeStatus.FAILED, outcome.message, failure, outcome.output)
     if outcome.failed:
-        return TestResult(test, TestStatus.PASSED, f"found by {outcome.failed[0][0]}")
+        return TestResult(test, GradeStatus.PASSED, f"found by {outcome.failed[0][0]}")
     said = NOT_FOUND if test.meaning == test.name else f"{NOT_FOUND}: {test.meaning}"
-    return TestResult(test, TestStatus.FAILED, said)
+    return TestResult(test, GradeStatus.FAILED, said)
 
 
-def run_tests(part: Assignment, tests: Submission, source: str, start: StartSandbox | None = None) -> TestRun:
+def run_tests(part: Assignment, tests: Submission, source: str, start: StartSandbox | None = None) -> StudentTestRun:
     """Run the file of tests in a fresh worker, on the part with this source. `start` starts the worker; the default is
     `start_process`."""
     most = part.limits
@@ -138,12 +138,14 @@ def run_tests(part: Assignment, tests: Submission, source: str, start: StartSand
             given = (process.copy(tests.path), part.name.replace("-", "_"), source)
             [answer] = process.batch([(process.modules[0], "run", given)])
             if isinstance(answer, Raised):
-                return TestRun(message=str(answer.error), failed=((LOADING, str(answer.error)),))
+                return StudentTestRun(message=str(answer.error), failed=((LOADING, str(answer.error)),))
             process.finish()
             passed, failed, message = answer
-            return TestRun(tuple(passed), tuple((name, why) for name, why in failed), None, message, process.output)
+            return StudentTestRun(
+                tuple(passed), tuple((name, why) for name, why in failed), None, message, process.output
+            )
     except Misbehaviour as misbehaviour:
-        return TestRun(verdict=misbehaviour.verdict, message=misbehaviour.message)
+        return StudentTestRun(verdict=misbehaviour.verdict, message=misbehaviour.message)
 
 
 def _unused(bench: object) -> None:

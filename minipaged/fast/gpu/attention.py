@@ -57,7 +57,7 @@ MIN_KEYS_PER_SPLIT = tl.constexpr(128)
 """A shorter split costs more to write down and add up than it saves."""
 
 MAX_SPLITS = tl.constexpr(128)
-"""Of one sequence: the reduction weighs all of them in one vector."""
+"""The most splits of one sequence: the reduction weighs all of them in one vector."""
 
 PROGRAMS_PER_SM = 1.75
 """Programs with work for each multiprocessor: while one multiplies, the other has loads under way. All of them must fit

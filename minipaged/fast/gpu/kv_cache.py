@@ -36,7 +36,7 @@ TILE = 512
 """Elements of one half of the heads that a program rotates: with two warps, each thread loads 8, 16 bytes in fp16."""
 
 SMALLEST_SCALE = tl.constexpr(2.0**-126)
-"""Of a head of zeros, so that nothing is divided by 0: the smallest normal float32."""
+"""The scale of a head of zeros, so that nothing is divided by 0: the smallest normal float32."""
 
 PIECE = 2048
 """Words of a block that a program copies: with four warps and 8-byte words, eight 16-byte loads are in flight in each

@@ -89,7 +89,7 @@ def _add_rms_norm(
 
 
 def _warps(x: Tensor) -> int:
-    """As many warps as give each thread one access of 16 bytes of a row, at most 16.
+    """Return the number of warps with which each thread has one access of 16 bytes of a row, at most 16.
 
     In decoding there are fewer rows than multiprocessors, so a row's own width is all the parallelism there is.
     """

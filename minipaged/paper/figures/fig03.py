@@ -24,7 +24,7 @@ PRINTED = {"A": (8, 2, 2038), "B": (4, 1, 507)}
 TOLERANCE = 0.0
 """Tolerance of these numbers, in slots. They are counted, not measured."""
 REQUESTS = ((7, 4, 2041), (3, 3, 509))
-"""The same two requests as sent to the engine: prompt, output and expected output. The last token of an output never
+"""The two requests as sent to the engine: prompt, output and expected output. The last token of an output never
 takes a slot."""
 STEPS = 2
 """The number of steps before the picture: one for the prompts, one for a token."""

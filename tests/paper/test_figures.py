@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
+from textwrap import dedent
 from types import ModuleType
 from typing import Any
 
@@ -218,6 +219,18 @@ def test_a_kept_results_checks_are_those_that_the_figure_declares_today(name: st
     now = [asdict(check) for check in as_in_the_paper(FIGURES[name]).checks]
     of_kept, of_now = ([[check[key] for key in DECLARED] for check in checks] for checks in (kept, now))
     assert of_kept == of_now
+
+
+def test_a_kept_recording_shows_the_code_of_today() -> None:
+    """If not, record it again: minipaged paper run 4 5 6 7 8 9 10 --output docs/runs/paper (in seconds)."""
+    root, num_functions = KEPT.parents[2], 0
+    for name in ORDER:
+        recording = json.loads((KEPT / f"{file_name(name)}.json").read_text()).get("recording")
+        for function in recording["functions"] if recording else ():
+            source, first, num_functions = function["source"], function["first"] - 1, num_functions + 1
+            lines = (root / function["file"]).read_text().splitlines()[first : first + len(source)]
+            assert dedent("\n".join(lines)).splitlines() == source, f"{function['name']} in figure {name}"
+    assert num_functions > 100
 
 
 @pytest.mark.parametrize("name", ORDER)

@@ -124,7 +124,8 @@ class CheckedMirror(Mirror):
         for row in self.rows:
             table, blocks = theirs[row.sequence].table, self.sequences[row.sequence].blocks
             # On the short way the table fills its blocks later, but they already have the slots: those that follow from
-            # the blocks, which are compared above. The table's own answer is compared once it has filled them.
+            # the blocks, which are compared above. The table's own answer is compared by the sequence's next step after
+            # it has filled them; if the sequence ends first, it is not.
             start = min(row.start, self._unfilled.pop(row.sequence, row.start))
             stop = min(row.stop, table.num_tokens) if engine.takes_short_way else row.stop
             slots = list(table.slot_mapping(start, stop)) if stop > start else []

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from minipaged.cli.app import app
+from minipaged.cli.apps import app
 from minipaged.errors import MinipagedError
 from minipaged.setup.own_parts import place_in_users_file
 

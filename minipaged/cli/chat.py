@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from minipaged.cli.app import ModelOption, app, check_tokenizer
+from minipaged.cli.apps import ModelOption, app, check_tokenizer
 from minipaged.cli.options import Command, given_for, takes
 from minipaged.params import SamplingParams
 from minipaged.setup.settings import Settings

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from minipaged.cli.app import app, course_app
+from minipaged.cli.apps import app, course_app
 from minipaged.cli.options import Command
 from minipaged.errors import MinipagedError
 

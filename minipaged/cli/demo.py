@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from minipaged.cli.app import ModelOption, app, check_tokenizer, decoder_of, is_given, refuse_given
+from minipaged.cli.apps import ModelOption, app, check_tokenizer, decoder_of, is_given, refuse_given
 from minipaged.cli.options import Command, given_for, takes
 from minipaged.errors import InvalidRequest
 from minipaged.setup.settings import Settings

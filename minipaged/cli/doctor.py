@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from minipaged.cli.app import app
+from minipaged.cli.apps import app
 from minipaged.cli.options import Command
 
 

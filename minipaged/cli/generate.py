@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from minipaged.cli.app import ModelOption, app, check_tokenizer, refuse_given
+from minipaged.cli.apps import ModelOption, app, check_tokenizer, refuse_given
 from minipaged.cli.options import Command, given_for, names_of, takes
 from minipaged.errors import InvalidRequest
 from minipaged.events import Event

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from minipaged.cli.app import model_app
+from minipaged.cli.apps import model_app
 from minipaged.cli.options import Command
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from minipaged.cli.app import app, decoder_of
+from minipaged.cli.apps import app, decoder_of
 from minipaged.cli.options import Command
 from minipaged.errors import InvalidRequest
 

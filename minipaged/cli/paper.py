@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from minipaged.cli.app import paper_app
+from minipaged.cli.apps import paper_app
 from minipaged.cli.options import Command
 from minipaged.errors import InvalidRequest
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from minipaged.cli.app import app, check_tokenizer, refuse_given
+from minipaged.cli.apps import app, check_tokenizer, refuse_given
 from minipaged.cli.options import Command, given_for, takes
 from minipaged.setup.settings import Settings
 

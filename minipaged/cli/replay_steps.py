@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from minipaged.cli.app import app
+from minipaged.cli.apps import app
 from minipaged.cli.options import Command, takes
 from minipaged.setup.settings import Settings
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from minipaged.cli.app import app, refuse_given
+from minipaged.cli.apps import app, refuse_given
 from minipaged.cli.options import Command, given_for, names_of, takes
 from minipaged.errors import MinipagedError
 from minipaged.replicas.settings import ReplicaSettings

@@ -185,7 +185,7 @@ def test_a_result_is_not_kept_beyond_a_change_of_what_made_it(changed: str, tmp_
     before = digest_of(package)
     assert before == digest_of(PACKAGE)
     (package / "paper" / "drawing.py").write_text("# pictures make no results")
-    (package / "cli" / "app.py").write_text("")
+    (package / "cli" / "apps.py").write_text("")
     assert digest_of(package) == before
     with (package / changed).open("a") as file:
         file.write(" ")

@@ -155,8 +155,8 @@ def _argmax_logsumexp(logits, bits, magnitude, token_ids, peaks, log_totals):
 
 @inner()
 def _argmax(row, bits, magnitude):
-    """Return the first index of the largest number, or of the first NaN. Loops without a branch are faster than one with
-    branches.
+    """Return the first index of the largest number, or of the first NaN. Loops without a branch are faster than one
+    with branches.
 
     Floats are compared as integers of the same order (if the sign bit is set, the other bits are inverted), because
     integers have vector instructions for the maximum, which NaN does not disturb.

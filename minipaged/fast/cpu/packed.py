@@ -1,7 +1,7 @@
 """Matrix products on the packed weights of a quantized checkpoint, which stay as small in memory as in the file.
 
-Decoding one token waits for the weights to be read from memory, and 4 bits arrive sooner than 16. Decoding the weights
-must not take longer than that. So a matrix is laid out again, once, while it is loaded: 16 rows form a *tile* and are
+Decoding one token waits for the weights to be read from memory, and 4 bits arrive sooner than 16. Unpacking them must
+not take longer than that. So a matrix is laid out again, once, while it is loaded: 16 rows form a *tile* and are
 interleaved. Each of the 16 lanes of a vector of 512 bits belongs to one row, and a sum over the inputs never crosses
 lanes.
 
@@ -35,8 +35,8 @@ time, the best of several turns, while other work was running (`benchmarks/packe
 
 (One matrix of 8192 x 2048 in groups of 64, one token: 26 GB/s of packed weights; torch's product with 4 bits: 10.)
 
-For many tokens a product is bound by arithmetic. The products are as fast as oneDNN's, and applying scale and minimum
-takes an eighth of the time with groups of 32.
+For many tokens a product is bound by arithmetic. The instruction multiplies as fast as those of oneDNN; applying scale and
+minimum takes an eighth of the time with groups of 32.
 
 Processors with AVX512_BF16 have these instructions (AMD Zen 4, Intel Cooper Lake and Sapphire Rapids). With AVX512
 alone, and for models in float32, kernels multiply 16 floats at a time; on other processors they are plain loops.
@@ -95,7 +95,7 @@ E4M3_BITS, E4M3_SCALE = 0x87F00000, 2.0**120
 and shifted left by 20, it has its bits where float32 has them. The mask removes the copies of the sign, and the factor
 corrects the exponent's bias."""
 LINE, ALIGNMENT = 64, 32
-"""Bytes of a cache line, at which every matrix begins; and the number of which a piece's bytes are a multiple."""
+"""In bytes: a cache line, at which every matrix begins, and the alignment of pieces."""
 
 
 class Room:
@@ -300,7 +300,7 @@ def parts_of(matrix: StoredMatrix, rows: slice) -> dict[str, Array]:
         outputs = np.arange(matrix.shape[0])[rows] // matrix.block[0]  # [rows], the block of each
         codes, scales = matrix.codes[rows], matrix.scales[outputs]
         row, place = np.nonzero(codes & np.uint8(0x7F) == 0x7F)
-        scales[row, place // matrix.block[1]] = np.nan  # NaN codes: the kernels need not handle them
+        scales[row, place // matrix.block[1]] = np.nan  # NaN codes become NaN scales: kernels need no check
         return {"codes": codes, "scales": scales}
     assert isinstance(matrix, Grouped)
     codes, off = unpack(matrix.codes[rows], matrix.bits, matrix.shape[1]), taken_off(matrix)

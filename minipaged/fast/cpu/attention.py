@@ -186,7 +186,7 @@ def _count_tiles(context_lens, kv_heads):
 
 @inner(fastmath=FASTMATH, error_model="numpy")
 def _attend_tiles(query, pool, where, scale, first_tile, begin, end, number, parts, out):
-    """Attend to the tiles `begin` to `end` - 1. Results of whole pairs go to `out`, those of the others to `parts`."""
+    """Attend to the tiles `begin` to `end` - 1. Write whole pairs' results to `out`, cut pairs' to `parts`."""
     tables, rows, context_lens = where
     part_of, part_m_l, part_o = parts
     kv_heads, group, head_dim = pool.kv_heads, query.shape[1] // pool.kv_heads, query.shape[2]
@@ -316,7 +316,7 @@ def read_tile(pool, scales, kind, block_stride, block_size, table, start, size, 
         j, block, offset = j + there, block + 1, 0
     for rest in range(
         size, (size + STEP - 1) // STEP * STEP
-    ):  # `_take_values` gives these weight 0, but a leftover NaN of another sequence times 0 is NaN
+    ):  # their weight is 0 in `_take_values`, but 0 times a leftover NaN of another sequence is NaN
         for d in range(head_dim):
             tile[rest, d] = 0
 

@@ -116,7 +116,7 @@ class Decode(Vectors):
         return [b.load(total) for total in sums]
 
     def joined(self, vectors):
-        """Return a vector whose lane i is the sum of vector i of LANES."""
+        """Sum the lanes of each of LANES vectors. Return a vector with the sum of vector i in lane i."""
         b, half = self.builder, LANES // 2
         while half:
             starts = range(0, 2 * LANES, 2 * half)

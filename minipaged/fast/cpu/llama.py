@@ -9,7 +9,7 @@ both (all matrices of SmolLM2-135M once, AMD EPYC with 2 cores, bfloat16 / float
 | oneDNN on a matrix in its own layout | 10.9 / 22.6 ms | 27 / 49 ms |
 | a compiled loop over the rows, all cores | 6.3 / 13.8 ms | |
 
-So every matrix is kept twice, as rows and in oneDNN's layout: it costs memory and gains speed.
+So every matrix is kept twice, as rows and in oneDNN's layout, which trades memory for speed.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, call-arg, attr-defined"
@@ -91,7 +91,7 @@ class DenseMatrix(Matrix):
         self.nbytes = weight.nbytes
         self.bias = bias
         self._like = as_array(weight[:1, :1])[0, 0]
-        mkldnn = torch.ops.mkldnn  # oneDNN: some builds for ARM lack it, some processors only its bfloat16
+        mkldnn = torch.ops.mkldnn  # oneDNN: some builds for ARM lack it, some processors lack it for bfloat16
         can_pack = torch.backends.mkldnn.is_available()
         can_pack = can_pack and (weight.dtype == torch.float32 or mkldnn._is_mkldnn_bf16_supported())
         self._packed = mkldnn._reorder_linear_weight(weight, None) if can_pack else None

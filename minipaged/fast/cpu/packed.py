@@ -1,7 +1,7 @@
 """Matrix products on the packed weights of a quantized checkpoint, which stay as small in memory as in the file.
 
-Decoding one token waits for the weights to be read from memory, and 4 bits arrive sooner than 16. Decoding the weights
-must not take longer than that. So a matrix is laid out again, once, while it is loaded: 16 rows form a *tile* and are
+Decoding one token waits for the weights to be read from memory, and 4 bits arrive sooner than 16. Unpacking them must
+not take longer than that. So a matrix is laid out again, once, while it is loaded: 16 rows form a *tile* and are
 interleaved. Each of the 16 lanes of a vector of 512 bits belongs to one row, and a sum over the inputs never crosses
 lanes.
 
@@ -35,8 +35,8 @@ time, the best of several turns, while other work was running (`benchmarks/packe
 
 (One matrix of 8192 x 2048 in groups of 64, one token: 26 GB/s of packed weights; torch's product with 4 bits: 10.)
 
-For many tokens a product is bound by arithmetic. The products are as fast as oneDNN's, and applying scale and minimum
-takes an eighth of the time with groups of 32.
+For many tokens a product is bound by arithmetic. The instruction multiplies as fast as those of oneDNN; applying scale and
+minimum takes an eighth of the time with groups of 32.
 
 Processors with AVX512_BF16 have these instructions (AMD Zen 4, Intel Cooper Lake and Sapphire Rapids). With AVX512
 alone, and for models in float32, kernels multiply 16 floats at a time; on other processors they are plain loops.
@@ -82,8 +82,7 @@ ROWS = LANES
 STEP = 8
 """The number of inputs that are laid out together: a lane's codes of 4 bits. Groups are padded to a multiple of it."""
 TOKENS = (8, 4, 2, 1)
-"""The numbers of tokens that share a lookup. More tokens are computed in several such blocks. (12 are 2 % faster than
-8.)"""
+"""The numbers of tokens that can share a lookup. More tokens take several such blocks. (12 are 2 % faster than 8.)"""
 CHAINS = 4
 """The number of sums that additions alternate between if there are few tokens: an addition takes 6 cycles, but a new
 one can begin in each cycle."""
@@ -92,11 +91,11 @@ FEW = 4
 AT_ONCE = 2**21
 """The number of weights that are unpacked at a time while a matrix is laid out."""
 E4M3_BITS, E4M3_SCALE = 0x87F00000, 2.0**120
-"""How to decode a float of 8 bits (sign, 4 bits of exponent, 3 of fraction). Sign-extended to 32 bits and shifted left
-by 20, it has its bits where float32 has them. The mask removes the copies of the sign, and the factor corrects the bias
-of the exponent."""
+"""The mask and factor that decode a float of 8 bits (sign, 4 bits of exponent, 3 of fraction). Sign-extended to 32 bits
+and shifted left by 20, it has its bits where float32 has them. The mask removes the copies of the sign, and the factor
+corrects the exponent's bias."""
 LINE, ALIGNMENT = 64, 32
-"""Bytes of a cache line, at which every matrix begins; and the number of which a piece's bytes are a multiple."""
+"""In bytes: a cache line, at which every matrix begins, and the alignment of pieces."""
 
 
 class Room:
@@ -281,8 +280,8 @@ def table_of(matrix: StoredMatrix) -> Array | None:
 
 
 def taken_off(matrix: Grouped) -> int:
-    """Return the integer that is subtracted from all codes: the matrix's zero if it is a single one, and codes of 8
-    bits still fit int8 without it. Groups keep the difference to their zero otherwise."""
+    """Return the integer that is subtracted from all codes: the matrix's zero if it has a single one with which 8-bit
+    codes fit int8, else 0 for 4 bits and 128 for 8. The groups' zeros hold the rest."""
     if matrix.bits <= 4:
         return matrix.zeros if isinstance(matrix.zeros, int) else 0
     fits = isinstance(matrix.zeros, int) and 2**matrix.bits - 128 <= matrix.zeros <= 128
@@ -301,9 +300,7 @@ def parts_of(matrix: StoredMatrix, rows: slice) -> dict[str, Array]:
         outputs = np.arange(matrix.shape[0])[rows] // matrix.block[0]  # [rows], the block of each
         codes, scales = matrix.codes[rows], matrix.scales[outputs]
         row, place = np.nonzero(codes & np.uint8(0x7F) == 0x7F)
-        scales[row, place // matrix.block[1]] = (
-            np.nan
-        )  # a NaN code makes its group NaN here, so that the kernels need not handle it
+        scales[row, place // matrix.block[1]] = np.nan  # NaN codes become NaN scales: kernels need no check
         return {"codes": codes, "scales": scales}
     assert isinstance(matrix, Grouped)
     codes, off = unpack(matrix.codes[rows], matrix.bits, matrix.shape[1]), taken_off(matrix)
@@ -358,8 +355,8 @@ def _multiply(x_address, tokens, out_address, num_threads, layout, like, number,
 
 @kernel(parallel=True)
 def _prepare(x_address, tokens, layout, copy, sums, like):
-    """Prepare the kernel's arguments: the inputs in the order of the pieces and in the type to multiply in, and the sum
-    of each piece. `copy` and `sums` are empty if they are not needed."""
+    """Write the kernel's arguments: inputs in the order of the pieces and in the type to multiply in, and the sum of
+    each piece. `copy` and `sums` are empty if they are not needed."""
     if tokens <= FEW:
         for t in range(tokens):
             _prepare_token(x_address, t, layout, copy, sums, like)

@@ -163,7 +163,7 @@ def _prefill(query, pool, where, scale, num_threads, number, out):
     _, rows, query_start, _ = where
     group = query.shape[1] // pool.kv_heads
     item_rows = ITEM if len(query) * query.shape[1] >= num_threads * ITEM else ROWS
-    first_item = np.zeros(len(rows) + 1, np.int64)  # of each sequence; sequences with one query have no items
+    first_item = np.zeros(len(rows) + 1, np.int64)  # each sequence's first item; a sequence with one query has no items
     for s in range(len(rows)):
         n = np.int64(query_start[s + 1] - query_start[s])
         items = (n * group + item_rows - 1) // item_rows * pool.kv_heads if n > 1 else 0
@@ -486,7 +486,7 @@ class Attention(Vectors):
         return [self.load(address, PAIRS if self.in_pairs else FLOATS, 64 * i) for i in range(VECTORS)]
 
     def add_products(self, totals, rows, address) -> None:
-        """Add to each total the product of its vector of rows and the number, or pair, at an address."""
+        """Multiply each vector of rows by the number (or pair) at an address, and add the products to `totals`."""
         number = self.spread(self.load(address, BITS32 if self.in_pairs else ir.FloatType()))
         for total, row in zip(totals, rows, strict=True):
             self.add_product(total, row, number)

@@ -23,7 +23,7 @@ from torch import Tensor
 from minipaged.fast.cpu.kernel_cache import inner, kernel
 
 REORDERED = {"reassoc", "contract", "nsz"}
-"""LLVM's fast-math flags: terms of a sum may be added in any order, and so in vectors; NaN and infinity stay."""
+"""LLVM's fast-math flags: sums may be added in any order, and so in vectors; NaN and infinity are preserved."""
 
 TAYLOR = tuple(1 / math.factorial(power) for power in range(13, -1, -1))
 """1/13!, 1/12!, ... 1/0!: the terms of exp that 53 bits need for arguments within ln(2)/2 of 0."""

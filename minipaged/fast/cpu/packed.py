@@ -280,8 +280,8 @@ def table_of(matrix: StoredMatrix) -> Array | None:
 
 
 def taken_off(matrix: Grouped) -> int:
-    """Return the integer that is subtracted from all codes: the matrix's zero if it has a single one with which 8-bit
-    codes fit int8, else 0 for 4 bits and 128 for 8. The groups' zeros hold the rest."""
+    """Return the integer that is subtracted from all codes: the matrix's zero, if it is one for all and 8-bit codes
+    minus it fit int8. Otherwise 0 for 4-bit codes and 128 for 8-bit codes; the groups' zeros hold the rest."""
     if matrix.bits <= 4:
         return matrix.zeros if isinstance(matrix.zeros, int) else 0
     fits = isinstance(matrix.zeros, int) and 2**matrix.bits - 128 <= matrix.zeros <= 128

@@ -35,8 +35,8 @@ time, the best of several turns, while other work was running (`benchmarks/packe
 
 (One matrix of 8192 x 2048 in groups of 64, one token: 26 GB/s of packed weights; torch's product with 4 bits: 10.)
 
-For many tokens a product is bound by arithmetic. The instruction multiplies as fast as those of oneDNN; applying scale and
-minimum takes an eighth of the time with groups of 32.
+For many tokens a product is bound by arithmetic. The instruction multiplies as fast as those of oneDNN; scale and
+minimum take an eighth of the time with groups of 32.
 
 Processors with AVX512_BF16 have these instructions (AMD Zen 4, Intel Cooper Lake and Sapphire Rapids). With AVX512
 alone, and for models in float32, kernels multiply 16 floats at a time; on other processors they are plain loops.
@@ -280,8 +280,8 @@ def table_of(matrix: StoredMatrix) -> Array | None:
 
 
 def taken_off(matrix: Grouped) -> int:
-    """Return the integer that is subtracted from all codes: the matrix's zero if it has a single one with which 8-bit
-    codes fit int8, else 0 for 4 bits and 128 for 8. The groups' zeros hold the rest."""
+    """Return the integer that is subtracted from all codes: the matrix's zero, if it is one for all and 8-bit codes
+    minus it fit int8. Otherwise 0 for 4-bit codes and 128 for 8-bit codes; the groups' zeros hold the rest."""
     if matrix.bits <= 4:
         return matrix.zeros if isinstance(matrix.zeros, int) else 0
     fits = isinstance(matrix.zeros, int) and 2**matrix.bits - 128 <= matrix.zeros <= 128

@@ -1,13 +1,13 @@
-"""The kernels of the fast tier: what each of them does, with its shapes and types.
+"""The interface of the fast tier's kernels: each kernel's job, shapes and types.
 
-There are two sets with the same functions: `gpu/` in Triton, `cpu/` in numba and torch. Each has a file for each room
-that calls kernels, and so is this interface divided. All else of the fast tier calls kernels through it, and asks
-`kernels_for` (`__init__.py`) which set that is. A new kernel is described here, and written in both.
+Two sets implement the same functions: `gpu/` in Triton, `cpu/` in numba and torch. Each set, and this interface, is
+divided by the room that calls the kernels. The rest of the fast tier calls kernels through this interface, and
+`kernels_for` (`__init__.py`) selects the set. A new kernel is described here and written in both sets.
 
-"The model's type" is float32 or bfloat16 on a CPU; float32, float16 or bfloat16 on a GPU. Where nothing else is said,
-tensors are contiguous and on one device. Kernels do not look at the numbers that they are handed (on a GPU the host
-would have to wait for them): a row, position, slot or block outside its range is the caller's fault, and reads or
-overwrites other memory.
+"The model's type" is float32 or bfloat16 on a CPU; float32, float16 or bfloat16 on a GPU. Unless stated otherwise,
+tensors are contiguous and on one device. Kernels do not check the numbers that they receive, because on a GPU the host
+would have to wait for them. A row, position, slot or block out of range is the caller's error, and makes a kernel read
+or overwrite other memory.
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ class AttentionKernels(Protocol):
         scale: float,
         kv_scales: Tensor | None = None,
     ) -> Tensor:
-        """Attention of one query token a sequence, over its whole context.
+        """Attention of one query token per sequence over its whole context.
 
-        query: [seqs, heads, head_dim] of the model's type. keys, values: one layer's views of the cache, strided alike,
-            [num_blocks, kv_heads, block_size, head_dim] of the same type; the query tokens' own K and V are there.
-            Or codes of 8 bits, with their `kv_scales` (`KVCacheKernels`).
+        query: [seqs, heads, head_dim] of the model's type.
+        keys, values: one layer's views of the cache, [num_blocks, kv_heads, block_size, head_dim] of the same type,
+            with equal strides. They already hold the query tokens' own K and V. Or codes of 8 bits, with their
+            `kv_scales` (`KVCacheKernels`).
         tables: [num_rows, max_blocks] int32. rows: [seqs] int32, the row of `tables` that each sequence owns.
-        context_lens: [seqs] int32, the query token included. 0 is padding: nothing is read, zeros come out.
-        scale: of the scores, positive.
+        context_lens: [seqs] int32, the query token included. A length of 0 is padding: the kernel reads nothing for it
+            and returns zeros.
+        scale: the factor of the scores, positive.
 
         Returns [seqs, heads, head_dim].
         """
@@ -65,63 +67,65 @@ class AttentionKernels(Protocol):
     ) -> Tensor:
         """Causal attention of sequences with any number of query tokens each: prompts, chunks, single tokens.
 
-        query: [tokens, heads, head_dim] of the model's type, sequence after sequence: s has the tokens query_start[s]
-            to query_start[s + 1] - 1, the last of its context_lens[s] positions. Each sees the positions up to its own.
+        query: [tokens, heads, head_dim] of the model's type, sequence after sequence. Sequence s has the tokens
+            query_start[s] to query_start[s + 1] - 1, the last of its context_lens[s] positions. Each token attends to
+            the positions up to its own.
         query_start: [seqs + 1] int32. context_lens: [seqs] int32, query tokens included.
-        max_query_len: the most query tokens of one sequence (nobody waits for a GPU to read them).
-        The rest as in `paged_decode`.
+        max_query_len: the most query tokens of one sequence, passed so that the host need not read it from a GPU.
+        The other arguments are those of `paged_decode`.
 
         Returns [tokens, heads, head_dim].
         """
 
 
 class BlockTableKernels(Protocol):
-    """All block tables of a batch: `tables` is [num_rows, max_blocks] int32, and a sequence owns a row.
+    """The block tables of a batch: `tables` is [num_rows, max_blocks] int32, and each sequence owns a row.
 
-    What a row holds past its sequence's last block is left over from its former owners and means nothing.
+    Entries of a row past its sequence's last block are leftovers of a former owner and have no meaning.
     """
 
     def edit_tables(self, tables: Tensor, edits: Tensor) -> None:
         """Set single entries of many tables: blocks appended, or replaced after a copy-on-write.
 
-        edits: [n, 3] int32: (row, logical block, physical block). No two may set the same entry.
+        edits: [n, 3] int32: (row, logical block, physical block). No two edits may set the same entry.
         """
 
     def fork_tables(self, tables: Tensor, forks: Tensor) -> None:
-        """Begin child tables with the leading entries of their parents': parallel sampling and beam search.
+        """Copy the leading entries of parents' tables to their children's: parallel sampling and beam search.
 
-        forks: [n, 3] int32: (parent row, child row, number of entries). One parent may have many children, but no
-        child's row may be a parent's row too, or come twice. The rest of the child's row stays as it was.
+        forks: [n, 3] int32: (parent row, child row, number of entries). A parent may have many children, but a child's
+        row must be distinct from all other children's and from all parents' rows. The rest of the child's row is
+        unchanged.
         """
 
     def slot_mapping(self, tables: Tensor, rows: Tensor, positions: Tensor, block_size: int) -> Tensor:
-        """The slots of n tokens: of position `positions[i]` in the sequence that owns row `rows[i]`.
+        """Return the slots [n] int32 of n tokens: token i is at `positions[i]` of the sequence that owns row `rows[i]`.
 
-        rows, positions: [n] int32. Returns [n] int32.
+        rows, positions: [n] int32.
         """
 
     def advance_decode(
         self, tables: Tensor, rows: Tensor, positions: Tensor, slots: Tensor, context_lens: Tensor, block_size: int
     ) -> None:
-        """Move every sequence of a decoding batch to its next position, whose block `tables` has already.
+        """Move each sequence of a decoding batch to its next position, whose block must already be in `tables`.
 
-        rows: [n] int32. positions: [n] int32, in place: one more. -1 stands before the first token; what is less is
-        padding, and stays. slots: [n] int32, written: that position's slot, -1 for padding. context_lens: [n] int32,
-        written: the number of tokens up to it, itself included; 0 for padding.
+        rows: [n] int32. positions: [n] int32, incremented in place. -1 is the position before the first token; a lower
+        position is padding and stays. slots: [n] int32, output: the new position's slot, -1 for padding. context_lens:
+        [n] int32, output: the number of tokens up to and including that position, 0 for padding.
         """
 
 
 class KVCacheKernels(Protocol):
     """Keys and values of the model's type: `cache` is [num_blocks, num_layers, 2, kv_heads, block_size, head_dim].
 
-    `keys` and `values` are one layer's views of it, [num_blocks, kv_heads, block_size, head_dim], strided alike.
+    `keys` and `values` are one layer's views of it, [num_blocks, kv_heads, block_size, head_dim], with equal strides.
 
-    Or they are kept in 8 bits. Then `keys` and `values` are int8, or the bits of e4m3 floats in uint8, and `kv_scales`
-    is the layer's [num_blocks, 2, kv_heads, block_size] float32, the 2 standing for keys and values, of which blocks
-    are as many bytes apart as those of the keys. What is written is divided, in float32, by a scale for each token and
-    head: its largest number over 127 or 448, at least the smallest normal float32; it is NaN where there is one. Or by
-    `static_scales` [2, kv_heads] float32, of the layer's keys and values, and what is too large becomes the largest
-    that there is a code for; where a number is infinite or NaN, the scale is so as well.
+    In an 8-bit cache, `keys` and `values` are int8, or e4m3 floats as their bits in uint8. `kv_scales` is the layer's
+    [num_blocks, 2, kv_heads, block_size] float32; the 2 is keys, values, and its blocks are as many bytes apart as the
+    keys' blocks. The kernels divide, in float32, by a scale for each token and head: its largest absolute value over
+    127 (int8) or 448 (e4m3), at least the smallest normal float32, and NaN if a number is NaN. Or they divide by the
+    layer's `static_scales` [2, kv_heads] float32, 2: keys, values. Then numbers too large for the code are clamped to
+    the largest code, and if a number is infinite or NaN, so is the stored scale.
     """
 
     def rope_and_write(
@@ -139,14 +143,16 @@ class KVCacheKernels(Protocol):
         kv_scales: Tensor | None = None,
         static_scales: Tensor | None = None,
     ) -> Tensor:
-        """Rotate the query and key of each token by its position; store key and value into its slot.
+        """Rotate each token's query and key by its position, and store its key and value in its slot.
 
-        qkv: [tokens, (num_heads + 2 * kv_heads) * head_dim]: query, key, value of each token, as one matrix product
-        makes them. cos, sin: [max_positions, head_dim / 2] float32. positions, slots: [tokens] int32; slot -1 is
-        padding: nothing is written, and the position may be negative. qk_norm: [2, head_dim], weights with which each
-        query head and each key head is normalised first, as by `LlamaKernels.rms_norm`, perhaps in place: `qkv` is used
-        up. None: they are not. In 8 bits, keys are rounded once, from float32. Returns the rotated queries [tokens,
-        num_heads, head_dim].
+        qkv: [tokens, (num_heads + 2 * kv_heads) * head_dim]: query, key and value of each token, the result of one
+            matrix product. It may be overwritten.
+        cos, sin: [max_positions, head_dim / 2] float32.
+        positions, slots: [tokens] int32. Slot -1 is padding: nothing is written, and the position may be negative.
+        qk_norm: [2, head_dim], the weights by which each query head and key head is first normalized, as in
+            `LlamaKernels.rms_norm`. None: no normalization.
+
+        Returns the rotated queries [tokens, num_heads, head_dim]. In 8 bits, keys are rounded once, from float32.
         """
 
     def write(
@@ -161,14 +167,14 @@ class KVCacheKernels(Protocol):
     ) -> None:
         """Store keys and values that are rotated already.
 
-        slots: [tokens] int32 or int64; -1: nothing is written. k, v: [tokens, kv_heads, head_dim], of which tokens may
-        be strided.
+        slots: [tokens] int32 or int64; for -1 nothing is written. k, v: [tokens, kv_heads, head_dim]; the tokens may be
+        strided.
         """
 
     def copy_blocks(self, cache: Tensor, pairs: Tensor) -> None:
         """Copy whole blocks, for copy-on-write: all layers, keys and values. In 8 bits `cache` is [num_blocks, bytes].
 
-        pairs: [n, 2] int32 or int64: (source, destination). No destination may be a source too, or come twice.
+        pairs: [n, 2] int32 or int64: (source, destination). Destinations must be distinct, and none may be a source.
         """
 
     def poison_blocks(self, cache: Tensor, blocks: Tensor) -> None:
@@ -176,20 +182,21 @@ class KVCacheKernels(Protocol):
 
 
 class Linear(Protocol):
-    """What multiplies by a matrix [out, in], and adds a bias [out] that it may have."""
+    """A linear layer: multiplies by a matrix [out, in] and adds a bias [out] if it has one."""
 
     nbytes: int
-    """What of it a product reads."""
+    """The number of bytes that a product reads of the matrix."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [tokens, in] of the model's type times the matrix's transpose, plus the bias: [tokens, out]."""
+        """Return x times the matrix's transpose, plus the bias. x: [tokens, in] of the model's type; result:
+        [tokens, out]."""
 
 
 class Matrix(Linear, Protocol):
-    """One of which rows can be read: where embedding and head are tied, it is both."""
+    """A linear layer whose rows can be read too. With tied embeddings, it is both the head and the embedding."""
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows `ids` [n], whole numbers: [n, in] of the model's type."""
+        """Return the rows `ids` [n] (integers) of the matrix: [n, in] of the model's type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,11 +213,11 @@ class Layer:
 
 
 class LlamaKernels(Protocol):
-    """What a Llama does beside attention; all tensors are of the model's type. Norms are rounded where transformers
-    rounds: to the type before the weight, and after it."""
+    """The other kernels of a Llama. All tensors are of the model's type. Norms are rounded where transformers rounds:
+    before the weight is applied, and after."""
 
     def use_threads(self) -> None:
-        """Prepare this thread of Python for a step."""
+        """Prepare the calling Python thread for a step."""
 
     def linears(
         self,
@@ -219,21 +226,22 @@ class LlamaKernels(Protocol):
         biases: Sequence[Tensor | None],
         like: Tensor,
     ) -> list[Matrix]:
-        """All matrices of a model, ready to be multiplied by. `sizes`: (out, in) of each of `weights`, in their order.
-        `biases`: [out] each, None for a matrix without one. `like`: a tensor of the device and of the model's type,
-        which packed matrices do not tell.
+        """Prepare all matrices of a model for products.
 
-        Each of `weights` is taken when the one before it is done, so that they need not all be in memory.
+        sizes: (out, in) of each of `weights`, in order.
+        weights: the next one is taken when the one before it is done, so that they need not all be in memory.
+        biases: [out] each, None for a matrix without one.
+        like: a tensor on the device and of the model's type, since packed matrices name neither.
         """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Each row of x [tokens, hidden] divided by its root mean square, times the weight [hidden]."""
+        """Return each row of x [tokens, hidden] divided by its root mean square, times the weight [hidden]."""
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Add x to the residual, in place, and return the norm of the sum. x, residual: [tokens, hidden]."""
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up, of the two halves of gate_up [tokens, 2 * intermediate]: [tokens, intermediate].
+        """Return silu(gate) * up [tokens, intermediate] of the two halves of gate_up [tokens, 2 * intermediate].
 
         silu(z) = z / (1 + exp(-z)). Computed in float32, rounded once.
         """
@@ -241,22 +249,25 @@ class LlamaKernels(Protocol):
     def one_token(
         self, layers: Sequence[Layer], views: Sequence[tuple[Tensor, Tensor]], num_heads: int
     ) -> Callable[..., Tensor] | None:
-        """What runs a batch of one token through all layers at once, where that gains something and these layers can be
-        run so. `views`: of each layer, keys and values. What is returned takes the residual [1, hidden], which it
-        changes, cos and sin, the token's position and slot [1], `tables`, `rows` and `context_lens` as `paged_decode`
-        does, the scale of scores, and the norms' epsilon; it returns what comes out of the last layer, [1, hidden]."""
+        """Return a function that runs a batch of one token through all layers, or None if these layers do not support
+        it or gain nothing by it. `views`: each layer's keys and values.
+
+        The function takes the residual [1, hidden], which it overwrites; cos and sin; the token's position and slot
+        [1]; `tables`, `rows` and `context_lens` as in `paged_decode`; the scale of scores; and the norms' epsilon. It
+        returns the output of the last layer, [1, hidden].
+        """
 
 
 class SamplingKernels(Protocol):
-    """What of sampling goes over whole rows of logits [rows, vocab]: float32 or float64; on a GPU float16 and bfloat16
-    too. Rows may be strided."""
+    """The parts of sampling that read whole rows of logits [rows, vocab]. Logits are float32 or float64; on a GPU also
+    float16 or bfloat16. Rows may be strided."""
 
     def argmax_logsumexp(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """For each row of logits: the likeliest token, its logit (the peak), and log(sum(exp(logit - peak))).
+        """Return for each row of logits the likeliest token, its logit (the peak), and log(sum(exp(logit - peak))).
 
         Returns token_ids [rows] int64, peaks [rows] float64, log_totals [rows] float64. The log-probability of any
-        token is `logit - peak - log_total`. Ties go to the lowest id. A row that holds NaN has the peak NaN and the id
-        of its first NaN; `log_total` means something only where the peak is finite.
+        token is `logit - peak - log_total`. Ties go to the lowest id. For a row that holds NaN, the peak is NaN and the
+        id is that of the first NaN. `log_total` is valid only if the peak is finite.
         """
 
     def draw(
@@ -273,24 +284,27 @@ class SamplingKernels(Protocol):
         *,
         depth: int,
     ) -> Tensor:
-        """Draw tokens. Distribution i is row rows[i] of `logits` with a temperature and filters; draw j is made from
-        distribution distributions[j], with the number uniforms[j].
+        """Draw tokens. Distribution i is row rows[i] of `logits` with a temperature and filters. Draw j uses
+        distribution distributions[j] and the random number uniforms[j].
 
-        Of each distribution, [n]: rows int64, peaks float64 (the largest logit), temperatures float64, min_logprobs
-        float64 (log of `min_p`, -inf for none), top_ks int64 (0 or less for none), shares float64 (the probability that
-        `top_p` may cut off, 0 for none). Of each draw, [m]: distributions int64, in rising order; uniforms float64 in
-        [0, 1). depth: how many of the largest logits some distribution's filters need in order (nobody waits for a GPU
-        to read `top_ks` and `shares`): the largest of the `top_ks`, `vocab` where a share is not 0, 0 without either.
+        For each distribution, [n]: rows int64, peaks float64 (the largest logit), temperatures float64, min_logprobs
+            float64 (log of `min_p`, -inf for none), top_ks int64 (0 or less for none), shares float64 (the probability
+            that `top_p` may cut off, 0 for none).
+        For each draw, [m]: distributions int64, in rising order; uniforms float64 in [0, 1).
+        depth: the most logits that a distribution's filters need in order: `vocab` if any share is above 0, else the
+            largest of the `top_ks`, else 0. It is passed so that the host need not read `top_ks` and `shares` from a
+            GPU.
 
-        Returns [m] int64: the first token at which the sum of weights, in float64 and in order of token id, exceeds its
-        share of the whole.
+        Returns [m] int64: the first token whose cumulative weight exceeds uniforms[j] of the total weight. Weights are
+        summed in float64, in order of token id.
         """
 
     def uniform(
         self, seeds: NDArray[np.uint64], streams: NDArray[np.uint64], positions: NDArray[np.uint64]
     ) -> NDArray[np.float64]:
-        """A number in [0, 1) for each (seed, stream, position): 53 bits of Philox4x32-10. All [n], on the host."""
+        """Return a number in [0, 1) for each (seed, stream, position): 53 bits of Philox4x32-10. All [n], on the
+        host."""
 
 
 class Kernels(AttentionKernels, BlockTableKernels, KVCacheKernels, LlamaKernels, SamplingKernels, Protocol):
-    """All of them: `minipaged.fast.gpu` or `minipaged.fast.cpu`."""
+    """The interface of a complete set of kernels: `minipaged.fast.gpu` or `minipaged.fast.cpu`."""

@@ -1,7 +1,7 @@
-"""Matrices of a checkpoint as the layers multiply by them, where that is not simply one product.
+"""Matrices of a checkpoint as linear layers, where that takes more than one product.
 
-A packed matrix (`models/quantized/stored.py`) stays packed where a set of kernels can compute with it (`packed.py` in
-each). Where it cannot, the matrix is expanded while loading, a few rows at a time.
+A packed matrix (`models/quantized/stored.py`) stays packed if the set of kernels can compute with it (`packed.py` in
+each set). If not, it is expanded while loading, a few rows at a time.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from minipaged.fast.kernels import Linear, Matrix
 from minipaged.models.quantized.stored import Activations, StoredMatrix
 
 EXPANDED = 2**24
-"""Weights of a packed matrix that are float32 at one time, on their way to the device."""
+"""The number of a packed matrix's weights that are expanded to float32 at a time, on their way to the device."""
 
 
 def expanded(matrix: StoredMatrix, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A packed matrix as a tensor [out, in], made of a few rows at a time."""
+    """Expand a packed matrix to a tensor [out, in], a few rows at a time."""
     num_outputs, num_inputs = matrix.shape
     weight = torch.empty(num_outputs, num_inputs, device=device, dtype=dtype)
     num_rows = max(1, EXPANDED // num_inputs)
@@ -30,21 +30,22 @@ def expanded(matrix: StoredMatrix, device: torch.device, dtype: torch.dtype) -> 
 
 
 def quantizing(matrix: Matrix, activations: Activations | None) -> Matrix:
-    """The matrix, its inputs rounded first where they have to be."""
+    """Return the matrix, wrapped so that its inputs are quantized first if the checkpoint asks for it."""
     return matrix if activations is None else QuantizingLinear(matrix, activations)
 
 
 def joined_linear(matrices: Sequence[Linear]) -> Linear:
-    """Several matrices as if they lay one under another."""
+    """Return one linear layer that concatenates the outputs of several matrices."""
     return matrices[0] if len(matrices) == 1 else JoinedLinear(matrices)
 
 
 class QuantizingLinear(Matrix):
-    """A matrix whose inputs are quantized, each to the float that its code stands for (`Activations.applied`)."""
+    """A matrix whose inputs are quantized: each is rounded to the float that its code decodes to
+    (`Activations.applied`)."""
 
     def __init__(self, matrix: Matrix, activations: Activations) -> None:
         self.matrix, self.activations = matrix, activations
-        self._divisor: Tensor | None = None  # on the device, once there is one
+        self._divisor: Tensor | None = None  # on the device; None before the first call
         self.nbytes = matrix.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -54,10 +55,10 @@ class QuantizingLinear(Matrix):
         return self.matrix.rows(ids)
 
     def applied(self, x: Tensor) -> Tensor:
-        """x [tokens, in], rounded. Computed in float32, as the scales are."""
+        """Return x [tokens, in], quantized. Computed in float32, like the scales."""
         how = self.activations
         size = how.group_size or x.shape[1]
-        whole = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % size))  # 0 is in each group's range anyway
+        whole = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % size))  # each group's range includes 0 in any case
         groups = whole.view(len(x), whole.shape[1] // size, size)  # [tokens, groups, size]
         divisor = self._divisor_like(groups)
         scale, zero = self._found(groups, divisor) if how.scale is None else (divisor, how.zero)
@@ -70,8 +71,8 @@ class QuantizingLinear(Matrix):
     def _divisor_like(self, groups: Tensor) -> Tensor:
         """The static scale, or the number of steps in a group's range, as a tensor on the device.
 
-        Where a divisor is a number of the host, torch on a GPU multiplies by its reciprocal. That rounds once more, and
-        the smallest input of a group got the code -127 in place of -128.
+        With a divisor that is a Python number, torch on a GPU multiplies by its reciprocal. That rounds once more, and
+        the smallest input of a group got the code -127 instead of -128.
         """
         how = self.activations
         if self._divisor is None or self._divisor.device != groups.device:
@@ -81,7 +82,7 @@ class QuantizingLinear(Matrix):
         return self._divisor
 
     def _found(self, groups: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor | int]:
-        """Scale and zero [tokens, groups, 1] of each group's own range, which includes 0."""
+        """Return scale and zero [tokens, groups, 1] from each group's own range, which includes 0."""
         low, high = groups.amin(2, keepdim=True).clamp(max=0), groups.amax(2, keepdim=True).clamp(min=0)
         smallest_scale = torch.finfo(torch.float32).eps
         if self.activations.kind == "float8" or self.activations.symmetric:
@@ -91,7 +92,8 @@ class QuantizingLinear(Matrix):
 
 
 class JoinedLinear(Linear):
-    """Matrices of the same inputs that cannot be one: they are packed differently, or round their inputs so."""
+    """Matrices of the same inputs that cannot be stacked into one, because they are packed or quantize their inputs
+    differently."""
 
     def __init__(self, matrices: Sequence[Linear]) -> None:
         self.matrices = matrices

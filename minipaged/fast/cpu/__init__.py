@@ -1,4 +1,4 @@
-"""The kernels for a machine without a GPU: numba and torch. What they do is described in `minipaged.fast.kernels`."""
+"""The kernels for a machine without a GPU, in numba and torch. `minipaged.fast.kernels` describes each of them."""
 
 from minipaged.fast.cpu.attention import paged_decode
 from minipaged.fast.cpu.block_table import advance_decode, edit_tables, fork_tables, slot_mapping

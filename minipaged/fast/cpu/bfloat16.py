@@ -1,11 +1,11 @@
-"""bfloat16 in compiled loops: NumPy and numba have no such type, so its 16 bits travel as an unsigned integer.
+"""bfloat16 in compiled loops: NumPy and numba lack the type, so its 16 bits are stored as an unsigned integer.
 
 bfloat16 is the upper half of a float32: sign, exponent, and the first 7 bits of the fraction. Widening is a shift,
-narrowing a rounding. Both become a few vector instructions, so that a loop which reads bfloat16 and computes in float32
-runs at the speed of the memory: half the bytes, twice the tokens.
+narrowing a rounding. Both become a few vector instructions, so a loop that reads bfloat16 and computes in float32 runs
+at the speed of the memory: half the bytes, twice the tokens.
 
-Arrays of float32 go through the same loops: `widen` and `narrow` leave them as they are. So do keys and values that are
-kept in 8 bits, int8 or e4m3 floats (in an uint8): what they stand for, but for their scale, is a few instructions too.
+Arrays of float32 go through the same loops: `widen` and `narrow` leave them unchanged. Keys and values in 8 bits, int8
+or e4m3 floats (in a uint8), do too: decoding them, without the scale, is also a few instructions.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, call-arg, attr-defined"
@@ -25,13 +25,13 @@ Array = npt.NDArray[Any]
 
 
 def as_array(tensor: torch.Tensor) -> Array:
-    """The memory of a CPU tensor as an array; bfloat16 as uint16, bit by bit."""
+    """Return a CPU tensor's memory as an array without a copy; bfloat16 becomes uint16 with the same bits."""
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 @intrinsic
 def float_of_bits(typingctx, bits):
-    """The float32 with these 32 bits (uint32)."""
+    """Return the float32 with these 32 bits (uint32)."""
 
     def codegen(context, builder, signature, arguments):
         return builder.bitcast(arguments[0], ir.FloatType())
@@ -41,7 +41,7 @@ def float_of_bits(typingctx, bits):
 
 @intrinsic
 def bits_of_float(typingctx, value):
-    """The 32 bits of a float32, as uint32."""
+    """Return the 32 bits of a float32, as uint32."""
 
     def codegen(context, builder, signature, arguments):
         return builder.bitcast(arguments[0], ir.IntType(32))
@@ -51,7 +51,7 @@ def bits_of_float(typingctx, value):
 
 @intrinsic
 def _pointer(typingctx, address, like):
-    """The number `address` as a pointer to values of the type of `like`."""
+    """Return the number `address` as a pointer to values of the type of `like`."""
 
     def codegen(context, builder, signature, arguments):
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
@@ -61,7 +61,7 @@ def _pointer(typingctx, address, like):
 
 @intrinsic
 def prefetch(typingctx, address):
-    """Ask for the cache line at a memory address, and do not wait for it."""
+    """Prefetch the cache line at a memory address, without waiting for it."""
 
     def codegen(context, builder, signature, arguments):
         byte, integer = ir.IntType(8).as_pointer(), ir.IntType(32)
@@ -77,7 +77,7 @@ def prefetch(typingctx, address):
 
 
 def widen(value: Any) -> Any:
-    """A stored number as float32. (In compiled code; what each type means is decided when it is compiled.)"""
+    """Return a stored number as float32. (Only in compiled code, which selects the conversion by the number's type.)"""
     raise NotImplementedError("for compiled code")
 
 
@@ -93,22 +93,23 @@ def _widen(value):
 
 
 def _widen_e4m3(value):
-    """Sign, exponent and fraction where a float32 has them, with 120 too little in the exponent. (No code is NaN.)"""
+    """Decode e4m3: move sign, exponent and fraction to a float32's places, and add the missing 120 to the exponent. (No
+    code is NaN.)"""
     sign, size = np.uint32(value) & np.uint32(128), np.uint32(value) & np.uint32(127)
     return float_of_bits(sign << np.uint32(24) | size << np.uint32(20)) * np.float32(2.0**120)
 
 
 def narrow(value: Any, like: Any) -> Any:
-    """A float32 as it is stored in an array whose numbers are like `like`: rounded to the nearest, ties to even.
+    """Return a float32 in the storage type of `like`, rounded to nearest, ties to even.
 
-    In 8 bits it may be no larger than 127 (int8) or 448 (e4m3).
+    For storage in 8 bits, its absolute value must be at most 127 (int8) or 448 (e4m3).
     """
     raise NotImplementedError("for compiled code")
 
 
 @overload(narrow, inline="always")
 def _narrow(value, like):
-    if like == types.int8:  # the bits of 1.5 * 2**23 + n end with those of n
+    if like == types.int8:  # the lowest bits of 1.5 * 2**23 + n are those of n
         return lambda value, like: np.int8(bits_of_float(np.float32(value) + np.float32(12582912)))
     if like == types.uint8:
         return _narrow_e4m3
@@ -117,7 +118,7 @@ def _narrow(value, like):
 
     def round_to_even(value, like):
         bits: Any = bits_of_float(np.float32(value))
-        if bits & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000):  # NaN: rounding up could make it infinite
+        if bits & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000):  # NaN: rounding up could turn it into infinity
             return np.uint16(0x7FC0)
         return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
 
@@ -127,19 +128,19 @@ def _narrow(value, like):
 def _narrow_e4m3(value, like):
     bits: Any = bits_of_float(np.float32(value))
     sign, size = bits >> np.uint32(24) & np.uint32(128), bits & np.uint32(0x7FFFFFFF)
-    if size < np.uint32(121 << 23):  # below 2**-6 there are 2**-9 between neighbours, as from 16384 on in float32
+    if size < np.uint32(121 << 23):  # below 2**-6 the spacing is 2**-9, as from 16384 on in float32
         code = bits_of_float(float_of_bits(size) + np.float32(16384)) - np.uint32(0x46800000)
-    else:  # the exponent counts from 7, not from 127, and has 3 bits of fraction below it
+    else:  # the exponent's bias is 7 instead of 127, above a fraction of 3 bits
         rounded = size + np.uint32(0x7FFFF) + (size >> np.uint32(20) & np.uint32(1))
         code = (rounded >> np.uint32(20)) - np.uint32(960)
     return np.uint8(code | sign)
 
 
 def array_at(address: Any, size: Any, like: Any) -> Any:
-    """`size` numbers like `like` from a memory address on, as an array without a copy.
+    """Return an array, without a copy, of `size` numbers like `like` from a memory address on.
 
-    A layer's keys are a strided view of the cache, and numba can vectorise a loop only over rows that it knows to be
-    contiguous: every row of `head_dim` numbers is, and this is how it is told.
+    A layer's keys are a strided view of the cache, and numba can vectorize a loop only over rows that it knows to be
+    contiguous. Each row of `head_dim` numbers is contiguous, and this function makes that known to numba.
     """
     raise NotImplementedError("for compiled code")
 

@@ -1,4 +1,4 @@
-"""Block tables in the machine's own memory, changed and read there: what `gpu/block_table.py` does, by torch."""
+"""Block tables in the CPU's memory: the functions of `gpu/block_table.py`, in torch and NumPy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def edit_tables(tables: Tensor, edits: Tensor) -> None:
 
 def fork_tables(tables: Tensor, forks: Tensor) -> None:
     """See `minipaged.fast.kernels`."""
-    memory = tables.numpy()  # the same memory: for a few numbers at a time NumPy has less to do before it begins
+    memory = tables.numpy()  # the same memory: NumPy has less overhead for a few numbers
     for parent, child, count in forks.tolist():
         memory[child, :count] = memory[parent, :count]
 

@@ -1,10 +1,10 @@
-"""numba's kernels, compiled in processes side by side before a model needs them.
+"""Compiles numba's kernels in parallel processes, before a model needs them.
 
     python -m minipaged.fast.cpu.compiling DTYPE PART [DTYPE PART ...]
 
-numba compiles on one core at a time, and a first start waits for little else. So two processes compile a share of the
-kernels' parts each, while this one reads weights. They save the kernels on disk (`kernel_cache.py`). If one of them
-fails, its missing kernels are compiled when they are called.
+numba compiles on one core at a time, and most of a first start is spent waiting for it. So two processes each compile a
+share of the kernels' parts while this one reads weights. They save the kernels on disk (`kernel_cache.py`). If a
+process fails, its missing kernels are compiled at their first call.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from minipaged.fast.cpu.vectors import number_type
 from minipaged.fast.kernels import Layer
 
 ROOT = Path(__file__).parents[3]
-"""Where minipaged lies."""
+"""The folder that contains the package minipaged."""
 HEAD_DIM = 32
-"""The least that can be multiplied in pairs of bfloat16."""
+"""The smallest head dimension that can be multiplied in pairs of bfloat16."""
 
 
 def prompts(dtype: torch.dtype, head_dim: int = HEAD_DIM) -> Iterator[None]:
-    """Compiles attention for prompts. Each iterator here yields after every kernel it compiles. `PARTS` names its last
-    kernel: where that one is kept, `is_compiled` counts the whole part as compiled."""
+    """Compiles attention for prompts. Each iterator here yields after every kernel it compiles. `PARTS` names the
+    part's last kernel: if that one is on disk, `is_compiled` counts the whole part as compiled."""
     one = torch.zeros(1, dtype=torch.int32)
     query, (keys, values) = torch.zeros(2, 2, head_dim, dtype=dtype), torch.zeros(2, 1, 1, 4, head_dim, dtype=dtype)
     ends = torch.tensor([0, 2], dtype=torch.int32)
@@ -60,7 +60,7 @@ def decoding(dtype: torch.dtype, head_dim: int = HEAD_DIM) -> Iterator[None]:
 
 
 def sampling(dtype: torch.dtype) -> Iterator[None]:
-    """Compiles how tokens are chosen. `dtype`: of logits, which are float64 where they are penalised."""
+    """Compiles sampling. `dtype`: that of the logits, which is float64 for logits with penalties."""
     whole, real = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.float64)
     logits = torch.zeros(1, 4, dtype=dtype)
     cpu.argmax_logsumexp(logits)
@@ -85,7 +85,7 @@ def layers(dtype: torch.dtype) -> Iterator[None]:
     yield
     cpu.rope_and_write(qkv, angles, angles, one, one, keys, values, 2)
     yield
-    sizes = [(3 * HEAD_DIM, 8), (8, HEAD_DIM), (16, 8), (8, 8)]  # of a single head
+    sizes = [(3 * HEAD_DIM, 8), (8, HEAD_DIM), (16, 8), (8, 8)]  # one head
     matrices = cpu.linears(sizes, [torch.zeros(size, dtype=dtype) for size in sizes], [None] * len(sizes), x)
     matrices[-1](x)
     yield
@@ -100,19 +100,19 @@ def layers(dtype: torch.dtype) -> Iterator[None]:
 
 
 class CompileJob(NamedTuple):
-    """Kernels that are compiled one after another."""
+    """The kernels of one part, which are compiled one after another."""
 
     compile: Callable[[torch.dtype], Iterator[None]]
     last: Any
-    """The one that is compiled last."""
+    """The kernel that is compiled last."""
     argument: slice
-    """Which of its arguments say what dtype it is compiled for."""
+    """The arguments of that kernel from which its dtype is read."""
     num_kernels: int
 
 
 HAS_VECTORS = number_type(torch.float32) is not None
-"""Whether numba may use vectors of 512 bits. Without them torch does the matrix products of a prompt's attention, and
-only the kernel that reads keys and values is compiled."""
+"""Whether numba may use vectors of 512 bits. Without them torch computes the matrix products of a prompt's attention,
+and only the kernel that reads keys and values is compiled."""
 PARTS = {
     "prompts": CompileJob(prompts, _prefill, slice(1), 1)
     if HAS_VECTORS
@@ -122,26 +122,27 @@ PARTS = {
     "layers": CompileJob(layers, _run, slice(2, 3), 6),
 }
 SHARES = (("prompts", "sampling"), ("decoding", "layers"))
-"""What each process compiles: half of the work (`layers` calls kernels that are compiled with `decoding`). On two
-cores, two processes finish sooner than three, because each must import torch and numba: 1.3 s of a core."""
+"""The parts that each process compiles: half of the work (`layers` calls kernels that are compiled with `decoding`). On
+two cores, two processes finish sooner than three, because each must import torch and numba: 1.3 s of a core."""
 
 
 def is_compiled(part: str, dtype: torch.dtype) -> bool:
-    """Whether numba will find the part's last kernel for tensors of this type, made for this processor."""
+    """Whether the part's last kernel is on disk, compiled for tensors of this type and for this processor."""
     here = cpu_target.target_context.codegen().magic_tuple()
     stored = numba.from_dtype(as_array(torch.empty(0, dtype=dtype)).dtype)
     kept = PARTS[part].last._cache._cache_file
     return any(  # a key is (types of the arguments, processor, ...)
         processor == here
         and stored in (getattr(argument, "dtype", None) for argument in types[PARTS[part].argument])
-        and Path(kept._data_path(file)).exists()  # numba writes its name first
+        and Path(kept._data_path(file)).exists()  # numba writes the index before the file
         for (types, processor, *_), file in kept._load_index().items()
     )
 
 
 def missing_parts(dtype: torch.dtype) -> list[tuple[str, torch.dtype]]:
-    """The parts that a model computing in `dtype` needs and that are not compiled yet, each with its dtype. (Logits
-    without penalties are float32.) Empty where kernels cannot be kept: compiling them ahead would be of no use."""
+    """Return the parts that a model computing in `dtype` needs and that are not compiled yet, each with its dtype.
+    (Logits without penalties are float32.) Empty if kernels cannot be kept on disk, since compiling them ahead would be
+    useless."""
     if not all(isinstance(part.last._cache, KernelCache) for part in PARTS.values()):
         return []
     wanted = [(part, torch.float32 if part == "sampling" else dtype) for part in PARTS]
@@ -150,11 +151,11 @@ def missing_parts(dtype: torch.dtype) -> list[tuple[str, torch.dtype]]:
 
 @contextmanager
 def compiled_meanwhile(dtype: torch.dtype) -> Iterator[None]:
-    """On leaving the context, the kernels that most models in `dtype` need are compiled. Within it the caller can do
-    other work. Kernels that few models need are not compiled: those for packed weights, for keys and values in 8 bits,
+    """A context within which the kernels that most models in `dtype` need are compiled in parallel; leaving it waits
+    for them. Kernels that few models need are not compiled: those for packed weights, for keys and values in 8 bits,
     for heads that cannot be multiplied in pairs, and for penalties.
 
-    Says on stderr that it compiles, if there is anything to, and on a terminal how far it is.
+    If there is anything to compile, prints that on stderr and, on a terminal, shows a progress bar.
     """
     missing = missing_parts(dtype)
     if not missing:
@@ -182,7 +183,7 @@ def compiled_meanwhile(dtype: torch.dtype) -> Iterator[None]:
                 continue
             try:
                 child = _start(share)
-            except OSError:  # there is no room for it, or no Python to be started
+            except OSError:  # no memory for a process, or no Python to start
                 break
             follower = Thread(target=follow, args=(child,), daemon=True)
             follower.start()
@@ -196,7 +197,7 @@ def compiled_meanwhile(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _start(parts: list[tuple[str, torch.dtype]]) -> subprocess.Popen[bytes]:
-    """Starts a process that compiles `parts`. It imports the modules that this process can, but none from the current
+    """Starts a process that compiles `parts`. Its import path is that of this process, without the current
     directory."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return subprocess.Popen(
@@ -224,6 +225,6 @@ def compile_part(part: str, dtype: torch.dtype) -> None:
 
 
 if __name__ == "__main__":
-    gc.disable()  # nothing made here is freed before the end (saved 6 and 16 % of the time in two paired runs)
+    gc.disable()  # no object made here is freed before the end (saved 6 and 16 % of the time in two paired runs)
     for name, part in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
         compile_part(part, getattr(torch, name))

@@ -1,13 +1,13 @@
 """Attention of one token on a CPU that multiplies pairs of bfloat16: keys and values go from memory into the product.
 
-Decoding waits for memory, if what it does with each number takes no longer than to fetch it. Widened to float32 and
-written down first, that was not so. Here nothing is copied: an array has the address of each key of a tile, whatever
-its block.
+Decoding is bound by memory only if the work on each number takes no longer than fetching it. That was not so when keys
+and values were first widened to float32 and stored. Here they are not copied: an array holds the address of each key of
+a tile, in any block.
 
-    scores    a vector has 32 numbers of a key; they are multiplied by those of a query, pair by pair, and the sums of
-              16 keys turned into one vector: four times two are joined to one, half as long
+    scores    a vector holds 32 numbers of a key. It is multiplied by those of a query, pair by pair, and the sums of
+              16 keys are reduced to one vector: in four rounds, two vectors become one
     weights   of 16 keys at a time, rounded to bfloat16
-    values    of two neighbouring keys put side by side, for up to GROUP queries; the sums of 32 dimensions in registers
+    values    two neighbouring keys are interleaved, for up to GROUP queries; the sums of 32 dimensions are in registers
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, call-arg, attr-defined"
@@ -24,17 +24,17 @@ from numba.extending import intrinsic
 from minipaged.fast.cpu.vectors import BITS32, BITS64, FLOATS, INTEGERS, LANES, OUT_BFLOATS, PAIRS, Vectors
 
 GROUP = 4
-"""Queries for which two values are put side by side."""
+"""The number of queries that share one interleaving of two keys' values."""
 TILE = 64
-"""Keys between two updates of the largest score."""
+"""The number of keys between two updates of the largest score."""
 
 
 @intrinsic
 def score_tile(typingctx, q, keys, size, group, head_dim, scale, p, o, m_l):
-    """The scores of `size` keys, up to TILE, against the `group` queries at q [group, head_dim]: into m_l, the largest
-    score and the sum of each, and, as weights in bfloat16, into p [group, TILE]. o [group, head_dim] fades. All are
-    int64 (q, keys, p, o, m_l: addresses) but `scale`, a float32; at keys are the addresses of TILE keys, past `size`
-    those of any that are there."""
+    """Compute the scores of `size` keys (up to TILE) for the `group` queries at q [group, head_dim]. m_l receives each
+    query's largest score and sum. p [group, TILE] receives the weights in bfloat16. o [group, head_dim] is rescaled.
+    All arguments are int64 (q, keys, p, o, m_l: addresses), except `scale`, a float32. At `keys` are the addresses of
+    TILE keys; those past `size` may point to any existing key."""
 
     def codegen(context, builder, signature, arguments):
         Decode(builder, *arguments[3:5]).take_scores(*arguments[:3], *arguments[5:])
@@ -45,7 +45,7 @@ def score_tile(typingctx, q, keys, size, group, head_dim, scale, p, o, m_l):
 
 @intrinsic
 def add_values(typingctx, values, size, group, head_dim, p, o):
-    """To o the weighted values; `values` as `keys` above."""
+    """Add the weighted values to o. `values`: the values' addresses, like `keys` of `score_tile`."""
 
     def codegen(context, builder, signature, arguments):
         Decode(builder, *arguments[2:4]).add_values(*arguments[:2], *arguments[4:])
@@ -55,19 +55,19 @@ def add_values(typingctx, values, size, group, head_dim, p, o):
 
 
 class Decode(Vectors):
-    """Writes both in LLVM's language."""
+    """A writer of both functions in LLVM's language."""
 
     def __init__(self, builder, group, head_dim) -> None:
         super().__init__(builder)
         self.group = group
         self.row_bytes = builder.mul(head_dim, BITS64(2))
-        self.pieces = builder.lshr(head_dim, BITS64(5))  # vectors of a key
+        self.pieces = builder.lshr(head_dim, BITS64(5))  # the number of vectors in a key
 
     def take_scores(self, q, keys, size, scale, p, o, m_l) -> None:
         b = self.builder
         chunks = b.lshr(b.add(size, BITS64(LANES - 1)), BITS64(4))
         lanes = ir.Constant(INTEGERS, list(range(LANES)))
-        vectors = cgutils.alloca_once(b, FLOATS, TILE // LANES)  # the scores of a query
+        vectors = cgutils.alloca_once(b, FLOATS, TILE // LANES)  # the scores of one query
         scale = self.spread(scale)
         with cgutils.for_range(b, self.group) as queries:
             query = b.add(q, b.mul(queries.index, self.row_bytes))
@@ -102,7 +102,7 @@ class Decode(Vectors):
                 self.store(b.fmul(self.load(place, FLOATS), fade), place)
 
     def products(self, query, keys):
-        """A vector for each of LANES keys, whose sum is its score."""
+        """Return a vector for each of LANES keys; the sum of its lanes is the key's score."""
         b = self.builder
         addresses = [self.load(keys, BITS64, 8 * j) for j in range(LANES)]
         sums = [self.variable() for _ in addresses]
@@ -113,7 +113,7 @@ class Decode(Vectors):
         return [b.load(total) for total in sums]
 
     def joined(self, vectors):
-        """The sum of each of LANES vectors, in its lane."""
+        """Return one vector with the sum of each of LANES vectors in its lane."""
         b, half = self.builder, LANES // 2
         while half:
             starts = range(0, 2 * LANES, 2 * half)
@@ -127,7 +127,7 @@ class Decode(Vectors):
         return vectors[0]
 
     def over_lanes(self, x, join):
-        """All lanes joined, in each of them."""
+        """Combine all lanes; each lane of the result holds the total."""
         half = LANES // 2
         while half:
             mask = ir.Constant(INTEGERS, [i ^ half for i in range(LANES)])
@@ -154,7 +154,7 @@ class Decode(Vectors):
             done = b.add(done, b.mul(times, BITS64(count)))
 
     def add_piece(self, values, pairs, piece, p, o, queries) -> None:
-        """32 dimensions of some queries."""
+        """Add the values' 32 dimensions of one piece to the sums of some queries."""
         b = self.builder
         places = [
             b.add(b.add(o, b.mul(query, b.mul(self.row_bytes, BITS64(2)))), b.mul(piece, BITS64(128)))

@@ -1,10 +1,10 @@
-"""Compiled kernels are kept on disk, and used until a file of this package or the version of numba changes.
+"""A cache of compiled kernels on disk, valid until a file of this package or the version of numba changes.
 
 numba keeps a compiled function beside the file that defines it, with that file's date and size. But a kernel links in
 functions of other files too: after a change in one of those, numba would go on using the old kernel. And another clone
 would compile the same kernels again. So here kernels are kept in minipaged's cache, in a folder that is named by a
-digest of numba's version and of all files of this package. Where NUMBA_CACHE_DIR is set, and where the cache cannot be
-written to, they are kept where numba keeps its own. The digest is in the files' names, too.
+digest of numba's version and of all files of this package. If NUMBA_CACHE_DIR is set or the cache is not writable,
+kernels are kept where numba keeps its own. The digest is also in the files' names.
 """
 
 # mypy: disable-error-code="assignment, attr-defined, misc, no-untyped-call, no-untyped-def"
@@ -30,17 +30,18 @@ from minipaged.fast.cpu.whole_kernels import KernelCompiler, LoopCompiler
 from minipaged.models.hub import cache_folder
 
 inner = partial(njit, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-"""A function that only compiled code may call. It is kept as a part of its callers and has no wrapper for Python: a
-call from Python would crash."""
+"""Decorator of a function that only compiled code may call. It is kept as a part of its callers and has no wrapper for
+Python: a call from Python would crash."""
 loop = partial(inner, pipeline_class=LoopCompiler)
-"""An inner function that is optimised by itself before its callers are."""
+"""Decorator of an inner function that is optimized by itself before its callers are."""
 
 
 _whole = partial(njit, nogil=True, no_cfunc_wrapper=True, pipeline_class=KernelCompiler)
 
 
 def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Marks a function that Python calls: it is kept, and its callees with it. `options`: those of `numba.njit`."""
+    """Decorator of a function that Python calls. It is kept on disk together with its callees. `options`: those of
+    `numba.njit`."""
 
     def compiled(function: Callable[..., Any]) -> Any:
         made = _whole(**options)(function)
@@ -54,7 +55,7 @@ def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 def _warn(error: Exception) -> None:
-    """Says it once, because all kernels come here."""
+    """Warns once that kernels cannot be kept, since every kernel calls this."""
     warnings.warn(
         f"compiled kernels cannot be kept, so each start will compile them ({error}); let MINIPAGED_CACHE name a "
         "folder that can be written to",
@@ -63,11 +64,11 @@ def _warn(error: Exception) -> None:
 
 
 MOST_FOLDERS = 8
-"""The number of versions whose kernels are kept: those used last. A version has about 5 MB."""
+"""The number of versions whose kernels are kept: the most recently used. A version has about 5 MB."""
 
 
 class KernelCache(FunctionCache):
-    """What is kept of one kernel."""
+    """The cache of one kernel."""
 
     def __init__(self, kernel: Callable[..., Any]) -> None:
         """Raises RuntimeError if no folder can be written to."""
@@ -75,10 +76,10 @@ class KernelCache(FunctionCache):
         super().__init__(kernel)
 
     def save_overload(self, sig, data):
-        """One process at a time: two that save one kernel for two types could give both the same file. Where it cannot
-        be saved, the next process compiles it anew."""
+        """Saves under a lock, because two processes that save one kernel for two types could give both the same file.
+        If saving fails, the next process compiles the kernel again."""
         try:
-            os.makedirs(self.cache_path, exist_ok=True)  # somebody may have removed it
+            os.makedirs(self.cache_path, exist_ok=True)  # it may have been removed
             with FileLock(Path(self.cache_path) / "saving.lock"):
                 super().save_overload(sig, data)
         except (OSError, NotImplementedError) as error:
@@ -86,7 +87,7 @@ class KernelCache(FunctionCache):
 
 
 class _Kept(CompileResultCacheImpl):
-    """How numba finds the files of a kernel."""
+    """The naming of a kernel's files, as numba calls it."""
 
     def __init__(self, digest: str, kernel: Callable[..., Any]) -> None:
         self._digest = digest
@@ -94,12 +95,12 @@ class _Kept(CompileResultCacheImpl):
         super().__init__(kernel)
 
     def get_filename_base(self, fullname, abiflags):
-        """With the digest: numba writes index and data one after the other, and two versions could mix them."""
+        """Adds the digest: numba writes index and data one after the other, and two versions could mix them."""
         return f"{self._digest}.{super().get_filename_base(fullname, abiflags)}"
 
 
 class _Folder:
-    """The folder for the kernels of one digest, as numba asks for it."""
+    """The folder for the kernels of one digest, in the form of numba's cache locators."""
 
     def __init__(self, folder: Path, kernel: Callable[..., Any]) -> None:
         self._folder = folder
@@ -107,7 +108,7 @@ class _Folder:
 
     @classmethod
     def from_function(cls, kernel: Callable[..., Any], file: str) -> _Folder | None:
-        """None where numba is to look for another place."""
+        """Returns None if numba should try another locator."""
         if numba.config.CACHE_DIR:
             return None
         folder = _made(cache_folder() / "kernels" / digest_of(Path(file).parent))
@@ -128,20 +129,20 @@ class _Folder:
 
 @lru_cache
 def digest_of(folder: Path) -> str:
-    """A digest of numba's version, of the files in `folder`, whose kernels are to be kept, and of this package's: after
-    a change to any of them, kernels are compiled again."""
+    """A digest of numba's version, of the files in `folder`, which holds the kernels' source, and of this package's
+    files. After a change to any of them, kernels are compiled again."""
     files = sorted({*folder.glob("*.py*"), *Path(__file__).parent.glob("*.py*")})  # compiled modules alone are *.pyc
     made_of = [numba.__version__.encode(), *(file.read_bytes() for file in files)]
     return hashlib.sha256(b"\0".join(made_of)).hexdigest()[:12]
 
 
 def _made(folder: Path) -> Path | None:
-    """The folder, or None where it can neither be written to nor holds any kernel. Creating it removes the least
-    recently used ones beyond `MOST_FOLDERS`."""
+    """Creates a folder and returns it, or returns None if it is neither writable nor holds any kernel. Creating it
+    removes the least recently used folders beyond `MOST_FOLDERS`."""
     is_new = not folder.is_dir()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        os.utime(folder)  # it is used
+        os.utime(folder)  # marks the folder as used
     except OSError:
         is_new = False
     if is_new:

@@ -1,8 +1,8 @@
-"""Writing and copying keys and values on a CPU, compiled: every number is touched once.
+"""Writing and copying keys and values on a CPU, compiled: each number is touched once.
 
-One pass over the projections of a token rotates its queries and keys and puts keys and values where they belong. In
-torch the same takes a dozen operations, each with an intermediate result and several microseconds of overhead; a step
-of a small model has thirty layers of them.
+One pass over a token's projections rotates its queries and keys and stores keys and values in their slots. In torch
+that takes a dozen operations, each with an intermediate result and several microseconds of overhead, and a step of a
+small model does it in thirty layers.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, call-arg, attr-defined"
@@ -20,9 +20,9 @@ from minipaged.fast.cpu.kernel_cache import inner, kernel
 from minipaged.fast.cpu.llama import FEW_ROWS, normalize
 
 SMALLEST_SCALE = np.finfo(np.float32).tiny
-"""Of a head of zeros, so that nothing is divided by 0."""
+"""The smallest scale, used for a head of zeros, so that nothing is divided by 0."""
 INFINITE = np.uint32(0x7F800000)
-"""Infinity's bits. Those of NaN are more."""
+"""The bits of infinity. As integers, the bits of NaN are larger."""
 
 
 def rope_and_write(
@@ -122,8 +122,8 @@ def _rope_and_write(
     eps,
     query,
 ):
-    """`keys`, `values`, `scales`, `static` and `norms` are addresses (the last two may be 0: none), and `block_stride`
-    counts bytes. kind: one of KINDS, or None: as it is. (What None does not need is not compiled for it.)"""
+    """`keys`, `values`, `scales`, `static` and `norms` are addresses (the last two may be 0: none). `block_stride` is
+    in bytes. kind: one of KINDS, or None for keys and values in the model's type. (None omits the code for 8 bits.)"""
     where = keys, values, scales, block_stride, kv_heads, block_size, static, norms, eps
     if len(qkv) <= FEW_ROWS:
         for t in range(len(qkv)):
@@ -137,7 +137,8 @@ def _rope_and_write(
 
 @inner()
 def write_token(qkv, cos, sin, slot, where, kind, query):
-    """qkv: [(heads + 2 * kv_heads) * head_dim]; query: [heads, head_dim]."""
+    """Rotate one token's query and key, and store its key and value. qkv: [(heads + 2 * kv_heads) * head_dim]; query:
+    [heads, head_dim]."""
     keys, values, scales, block_stride, kv_heads, block_size, static, norms, eps = where
     heads, head_dim = query.shape
     if norms:
@@ -170,14 +171,15 @@ def write_token(qkv, cos, sin, slot, where, kind, query):
 
 @inner()
 def _given(static, i):
-    """The static scale number i; 0 where there are none."""
+    """Return static scale number i, or 0 if there are none."""
     return array_at(static, i + 1, np.float32(0))[i] if static else np.float32(0)
 
 
 @inner(error_model="numpy")
 def _write_head(x, codes, scale_address, kind, given):
-    """One head [head_dim] as codes, and its scale, to these addresses. given: the scale, or 0: it is to be found."""
-    bits = np.uint32(0)  # of the largest number: sizes are in the order of their bits, and NaN comes after all of them
+    """Store one head [head_dim] as codes, and its scale, at these addresses. given: a static scale, or 0 to compute the
+    scale."""
+    bits = np.uint32(0)  # of the largest number: the order of bits is that of sizes, with NaN above all
     for i in range(len(x)):
         bits = max(bits, np.uint32(bits_of_float(widen(x[i])) & np.uint32(0x7FFFFFFF)))
     scale = float_of_bits(bits) / np.float32(127 if kind == INT8 else 448)
@@ -200,7 +202,7 @@ def _round(x, scale, least, most, codes):
 
 @kernel()
 def _write_codes(slots, k, v, keys, values, scales, block_stride, block_size, kind, static):
-    """k, v: [tokens, kv_heads, head_dim] float32."""
+    """Store k, v: [tokens, kv_heads, head_dim] float32, as codes."""
     tokens, kv_heads, head_dim = k.shape
     for t in range(tokens):
         start = np.int64(slots[t] // block_size) * block_stride
@@ -214,7 +216,7 @@ def _write_codes(slots, k, v, keys, values, scales, block_stride, block_size, ki
 
 @inner()
 def _normalize_heads(qkv, norms, eps, heads, kv_heads, head_dim):
-    """One token's queries and keys, in place."""
+    """Normalize one token's queries and keys in place."""
     for h in range(heads + kv_heads):
         head = qkv[h * head_dim : (h + 1) * head_dim]
         weight = array_at(norms + (h >= heads) * head_dim * qkv.itemsize, head_dim, qkv[0])
@@ -223,7 +225,7 @@ def _normalize_heads(qkv, norms, eps, heads, kv_heads, head_dim):
 
 @inner()
 def _rotate(x, cos, sin, out):
-    """One head [head_dim]: each pair (i, i + head_dim / 2) turned by its angle."""
+    """Rotate one head [head_dim]: each pair (i, i + head_dim / 2) by its angle."""
     half = len(x) // 2
     a, b, first, second = x[:half], x[half:], out[:half], out[half:]
     for i in range(half):

@@ -1,15 +1,15 @@
-"""The layers of a Llama between its attention, on a CPU: matrix products, and fused compiled loops around them.
+"""The layers of a Llama around its attention, on a CPU: matrix products, and fused compiled loops.
 
-A matrix product of one token is bound by reading the weights, of many tokens by arithmetic, and no one routine is good
-at both (SmolLM2-135M, all of its matrices once, AMD EPYC with 2 cores, bfloat16 / float32):
+A matrix product of one token is bound by reading the weights, a product of many tokens by arithmetic. No single routine
+is fast at both (SmolLM2-135M, all of its matrices once, AMD EPYC with 2 cores, bfloat16 / float32):
 
 | | 1 token | 32 tokens |
 |---|---|---|
-| torch's `linear` on the matrix as it is | 19.6 / 41.6 ms | 40 / 86 ms |
-| oneDNN on a matrix laid out for it beforehand | 10.9 / 22.6 ms | 27 / 49 ms |
+| torch's `linear` on the plain matrix | 19.6 / 41.6 ms | 40 / 86 ms |
+| oneDNN on a matrix in its own layout | 10.9 / 22.6 ms | 27 / 49 ms |
 | a compiled loop over the rows, all cores | 6.3 / 13.8 ms | |
 
-So every matrix is kept twice, as rows and laid out for oneDNN: memory for speed.
+So every matrix is kept twice, as rows and in oneDNN's layout: memory for speed.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, call-arg, attr-defined"
@@ -34,26 +34,26 @@ from minipaged.fast.linear import quantizing
 from minipaged.models.quantized.stored import StoredMatrix
 
 FEW = 1
-"""Up to so many tokens the compiled loop is the faster one."""
+"""The number of tokens up to which the compiled loop is the faster one."""
 FEW_ROWS = 4
-"""Up to so many tokens one thread is done sooner than a second one has been woken."""
+"""The number of tokens up to which one thread finishes sooner than a second one wakes up."""
 
-# oneDNN makes a program of its own for each matrix shape and number of tokens, in 0.8 ms. Two caches (PyTorch's, and
-# oneDNN's behind it) keep 1024 of them each, of 0.35 MiB: 700 MiB after a few thousand requests. Room in the first of
-# them for the numbers of tokens that come often is enough: 100 MiB. Both are read when the first product is computed.
+# oneDNN generates code for each matrix shape and number of tokens, in 0.8 ms. Two caches (PyTorch's, and oneDNN's
+# behind it) keep 1024 programs each, at 0.35 MiB: 700 MiB after a few thousand requests. Room in the first cache for
+# the common numbers of tokens is enough: 100 MiB. Both settings are read at the first product.
 os.environ.setdefault("LRU_CACHE_CAPACITY", "256")
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
 
 
 def use_threads() -> None:
-    """Let numba use no more threads than torch does, in this thread of Python (it counts for each by itself).
+    """Limit numba to as many threads as torch uses, in this Python thread (numba's setting is per thread).
 
-    OMP_NUM_THREADS then holds for both, and two processes that share a machine, each with its part of the cores, do not
-    wait for each other at every loop's end.
+    Then OMP_NUM_THREADS holds for both, and two processes that each use a part of a machine's cores do not wait for
+    each other at every loop's end.
     """
     count = torch.get_num_threads()
     numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
-    if torch.get_num_threads() != count:  # numba, when it starts its threads, sets OpenMP's number for torch as well
+    if torch.get_num_threads() != count:  # numba, when it starts its threads, sets OpenMP's number for torch too
         torch.set_num_threads(count)
 
 
@@ -65,13 +65,13 @@ def linears(
 ) -> list[Matrix]:
     """See `minipaged.fast.kernels`.
 
-    The rows of those that are tensors lie in one piece of memory. Large pieces get large pages from the system, small
-    ones do not; and with pages of 4 kB a good part of the time goes into finding them (one token through all of
-    SmolLM2's matrices in bfloat16: 8.0 ms, instead of 9.6 ms with a piece of memory for each). Those that are packed
-    stay so.
+    The rows of all matrices that are tensors lie in one piece of memory. The system backs large pieces with large
+    pages, but not small ones, and with pages of 4 kB much of the time goes into address translation (one token through
+    all of SmolLM2's matrices in bfloat16: 8.0 ms, instead of 9.6 ms with a piece of memory for each). Packed matrices
+    stay packed.
     """
     prepared: list[Matrix] = []
-    # Of what is not written, the system gives none.
+    # The system allocates no memory for pages that are never written.
     room, packed_room = np.empty(sum(rows * columns for rows, columns in sizes), as_array(like).dtype), Room()
     for (rows, columns), weight, bias in zip(sizes, weights, biases, strict=True):
         if isinstance(weight, StoredMatrix):
@@ -84,7 +84,7 @@ def linears(
 
 
 class DenseMatrix(Matrix):
-    """A matrix [out, in], ready to be multiplied by, and the bias [out] that it may have."""
+    """A matrix [out, in], ready for products, and its bias [out] if it has one."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """`weight`: [out, in], float32 or bfloat16."""
@@ -92,7 +92,7 @@ class DenseMatrix(Matrix):
         self.nbytes = weight.nbytes
         self.bias = bias
         self._like = as_array(weight[:1, :1])[0, 0]
-        mkldnn = torch.ops.mkldnn  # oneDNN: not in every build for ARM, and bfloat16 not on every processor
+        mkldnn = torch.ops.mkldnn  # oneDNN: missing in some builds for ARM, and its bfloat16 on some processors
         can_pack = torch.backends.mkldnn.is_available()
         can_pack = can_pack and (weight.dtype == torch.float32 or mkldnn._is_mkldnn_bf16_supported())
         self._packed = mkldnn._reorder_linear_weight(weight, None) if can_pack else None
@@ -135,8 +135,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 @kernel(parallel=True, fastmath=FASTMATH)
 def multiply(x_address, tokens, weight_address, rows, size, like, num_threads, out_address):
-    """x [tokens, size], weight [rows, size] and out [tokens, rows], all of numbers like `like`, are given by their
-    addresses: to make arrays of them takes microseconds."""
+    """Multiply x [tokens, size] by weight [rows, size] into out [tokens, rows]. The three arrays hold numbers like
+    `like` and are passed as addresses, because making arrays of tensors takes microseconds."""
     x, out = array_at(x_address, tokens * size, like), array_at(out_address, tokens * rows, like)
     weight = array_at(weight_address, rows * size, like).reshape(rows, size)
     wide = np.empty((tokens, size), np.float32)
@@ -154,7 +154,7 @@ def multiply(x_address, tokens, weight_address, rows, size, like, num_threads, o
 
 @inner(fastmath=FASTMATH, error_model="numpy")
 def normalize(x, weight, eps, out):
-    """One row x [hidden]. Rounded where transformers rounds: before the weight and after it."""
+    """Normalize one row x [hidden]. Rounded where transformers rounds: before the weight and after it."""
     total = np.float32(0)
     for i in range(len(x)):
         total += widen(x[i]) * widen(x[i])

@@ -1,9 +1,9 @@
 """One token through all layers of a Llama in one compiled call, on a CPU.
 
-A request that decodes alone waits for the weights to be read, four matrices a layer, and each is read in 0.02 to 0.1
-ms. Calls from Python, nine a layer, together cost as much as the reading of a whole one: making arrays of tensors,
-looking up types, and threads that go to sleep meanwhile. So here the layers are a loop that is compiled itself; what it
-calls is what Python calls elsewhere, in the same order, and the results are the same to the last bit.
+A sequence that decodes alone is bound by reading the weights: four matrices per layer, and each is read in 0.02 to 0.1
+ms. The nine calls from Python per layer together cost as much as reading a whole matrix: arrays are made from tensors,
+types are looked up, and threads go to sleep meanwhile. So the loop over the layers is compiled here. It calls the same
+functions that Python calls elsewhere, in the same order, and the results are bit-identical.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, call-arg"
@@ -27,11 +27,11 @@ from minipaged.fast.kernels import Layer
 
 
 class OneToken:
-    """See `minipaged.fast.kernels`, `one_token`."""
+    """The function that `one_token` returns; see `minipaged.fast.kernels`."""
 
     def __init__(self, layers: Sequence[Layer], views: Sequence[tuple[Tensor, Tensor]], num_heads: int) -> None:
-        """`layers`: their matrices are all `DenseMatrix`. `views`: of each, keys and values."""
-        self._layers = layers  # whose addresses are taken
+        """`layers`: their matrices must all be `DenseMatrix`. `views`: each layer's keys and values."""
+        self._layers = layers  # keeps the tensors alive, since only their addresses are passed
         self._pool = KernelPool.of(*views[0], None)
         self._sizes = num_heads, layers[0].down.weight.shape[1]  # type: ignore[attr-defined]
         self._addresses = np.array([_addresses(*each) for each in zip(layers, views, strict=True)])  # [layers, 9] int64
@@ -78,7 +78,7 @@ def one_token(
 
 
 def _addresses(layer: Any, view: tuple[Tensor, Tensor]) -> list[int]:
-    """Where what a layer needs lies; 0 for norms of queries and keys that it has not."""
+    """Return the addresses of a layer's tensors; 0 for absent norms of queries and keys."""
     weights = (layer.qkv.weight, layer.o.weight, layer.gate_up.weight, layer.down.weight)
     norms = layer.input_norm, layer.post_norm
     between = 0 if layer.qk_norm is None else layer.qk_norm.data_ptr()
@@ -87,7 +87,7 @@ def _addresses(layer: Any, view: tuple[Tensor, Tensor]) -> list[int]:
 
 @kernel()
 def _run(layers, sizes, residual, angles, slot, pool, where, scale, eps, num_threads, number, x):
-    """residual [hidden] is changed, x [hidden] comes out of the last layer. angles: cos and sin [head_dim / 2]."""
+    """Overwrites residual [hidden]; x [hidden] receives the last layer's output. angles: cos and sin [head_dim / 2]."""
     cos, sin = angles
     heads, intermediate = sizes
     hidden, head_dim, kv_heads, like = len(residual), 2 * len(cos), pool.kv_heads, residual[0]
@@ -97,7 +97,7 @@ def _run(layers, sizes, residual, angles, slot, pool, where, scale, eps, num_thr
     attended = np.empty_like(query)
     gate_up, activated = np.empty(2 * intermediate, residual.dtype), np.empty(intermediate, residual.dtype)
     epsilon = np.float32(eps)
-    # Not as they are written: numba takes constants for types of their own, and would compile all callees once more.
+    # Explicit int64, because numba types each literal separately and would recompile every callee.
     one, none = np.int64(1), np.int64(0)
     for i in range(len(layers)):
         input_norm, post_norm, qkv_weight, o_weight = layers[i, 0], layers[i, 1], layers[i, 2], layers[i, 3]
@@ -120,5 +120,6 @@ def _run(layers, sizes, residual, angles, slot, pool, where, scale, eps, num_thr
 
 @inner(inline="always")
 def _at(array):
-    """Its address, with a sign, as it is in calls from Python: what is compiled for those serves here too."""
+    """Return the array's address as a signed integer, like the calls from Python, so that compiled callees are
+    shared."""
     return np.int64(array.ctypes.data)

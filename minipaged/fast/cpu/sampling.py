@@ -1,11 +1,11 @@
-"""The loops of sampling that go over whole rows of logits, compiled for a CPU: one thread a row.
+"""The loops of sampling over whole rows of logits, compiled for a CPU: one thread per row.
 
-A row (49,152 logits for SmolLM2, 200 KB) fits the second-level cache, so it may be gone over several times, as long as
-each time costs a few vector instructions for several tokens. What must not happen is sorting it. The two filters that
-seem to need the tokens in order, `top_k` and `top_p`, need one logit of that order only: their threshold. It is found
-as in a cabinet of drawers. One pass puts each token into a drawer by its distance from the likeliest, and adds up what
-each drawer holds: tokens for `top_k`, probability for `top_p`. The sums tell which drawer the threshold is in, and only
-that one is sorted.
+A row (49,152 logits for SmolLM2, 200 KB) fits the second-level cache, so several passes over it are cheap if each takes
+a few vector instructions for several tokens. Sorting a row would be too slow. The two filters that seem to need the
+tokens in order, `top_k` and `top_p`, need only one logit of that order: their threshold. It is found with a histogram,
+whose bins are called drawers. One pass puts each token into a drawer by its distance from the likeliest token, and sums
+up each drawer: the number of tokens for `top_k`, the probability for `top_p`. The sums show which drawer holds the
+threshold, and only that drawer is sorted.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
@@ -24,34 +24,35 @@ from torch import Tensor
 from minipaged.fast.cpu.kernel_cache import inner, kernel
 
 REORDERED = {"reassoc", "contract", "nsz"}
-"""The terms of a sum may be added in any order, and so in vectors; NaN and infinity stay what they are."""
+"""Options with which the terms of a sum may be added in any order, and so in vectors. NaN and infinity are
+preserved."""
 
 TAYLOR = tuple(1 / math.factorial(power) for power in range(13, -1, -1))
-"""1/13!, 1/12!, ... 1/0!: as many terms of exp as 53 bits need for arguments within ln(2)/2 of 0."""
+"""1/13!, 1/12!, ... 1/0!: the terms of exp that 53 bits need for arguments within ln(2)/2 of 0."""
 LOG2_E = 1.4426950408889634
 LN2_HIGH, LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10
-"""ln(2) in two parts: the first has so few bits that its products with a whole number below 2**20 are exact."""
+"""ln(2) in two parts. The first has so few bits that its products with an integer below 2**20 are exact."""
 LOWEST = -708.0
-"""Where exp comes near the least float64: next to the likeliest token's 1, what is there and below is nothing."""
+"""The smallest argument of exp, whose result is near the least float64: negligible next to the likeliest token's 1."""
 
 SINGLE = np.float32
 TAYLOR_SINGLE = tuple(SINGLE(1 / math.factorial(power)) for power in range(7, -1, -1))
 LN2_HIGH_SINGLE, LN2_LOW_SINGLE = SINGLE(0.693359375), SINGLE(-2.12194440e-4)
 LOWEST_SINGLE = SINGLE(-87.0)
-"""The same for float32, in 24 bits."""
+"""The same constants for float32, with its 24 bits."""
 
 ZERO, HALF, WORD = np.uint64(0), np.uint64(32), np.uint64(2**32 - 1)
 PHILOX_LEFT, PHILOX_RIGHT = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 WEYL_0, WEYL_1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
-"""Philox4x32 (Salmon et al., SC 2011): its multipliers, and what is added to the key after each round."""
+"""Philox4x32 (Salmon et al., SC 2011): its multipliers, and the numbers added to the key after each round."""
 
 DRAWER_SHIFT = 52 - 7
-"""A drawer is named by the bits of a distance: the exponent and the first 7 bits of the fraction, so 128 to an octave.
-Whatever the temperature, most distances then fall into many drawers."""
+"""The number of low bits to drop from a distance, so that the rest names its drawer: the exponent and the first 7 bits
+of the fraction, 128 drawers per octave. At any temperature, most distances are then spread over many drawers."""
 NEAREST = (1023 - 10) << 7
-"""The name of the drawer for 2**-10; what is nearer to the likeliest goes there too."""
+"""The name of the drawer for 2**-10. Tokens nearer to the likeliest go into it too."""
 DRAWERS = 26 << 7
-"""As many as reach from there to 2**16; what is farther goes into the last."""
+"""The number of drawers, which reach up to 2**16. Tokens farther away go into the last one."""
 
 
 def argmax_logsumexp(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,7 +79,7 @@ def draw(
     *,
     depth: int,
 ) -> Tensor:
-    """See `minipaged.fast.kernels`. What needs an order is found without one here, so `depth` does not matter."""
+    """See `minipaged.fast.kernels`. The thresholds are found without sorting, so `depth` is not used."""
     token_ids = np.empty(len(uniforms), dtype=np.int64)
     _draw(
         logits.contiguous().numpy(),
@@ -98,7 +99,7 @@ def draw(
 def uniform(
     seeds: NDArray[np.uint64], streams: NDArray[np.uint64], positions: NDArray[np.uint64]
 ) -> NDArray[np.float64]:
-    """A number in [0, 1) for each (seed, stream, position): 53 bits of Philox4x32-10."""
+    """Return a number in [0, 1) for each (seed, stream, position): 53 bits of Philox4x32-10."""
     numbers = np.empty(len(seeds))
     _uniform(seeds, streams, positions, numbers)
     return numbers
@@ -122,7 +123,7 @@ def _uniform(seeds, streams, positions, numbers):
 
 @inner(fastmath={"contract"}, error_model="numpy")
 def _exp(x):
-    """exp(x) for x <= 0, within a bit or so of the last: 2**n * exp(r). A call into the C library is no vector code."""
+    """Return exp(x) for x <= 0, accurate to about the last bit: 2**n * exp(r). A C library call would not vectorize."""
     x = max(x, LOWEST)
     n = math.floor(x * LOG2_E + 0.5)
     r = (x - n * LN2_HIGH) - n * LN2_LOW
@@ -134,7 +135,7 @@ def _exp(x):
 
 @inner(fastmath={"contract"}, error_model="numpy")
 def _exp_single(x):
-    """exp(x) for a float32 x <= 0: twice as many to a vector as `_exp`, and fewer terms."""
+    """Return exp(x) for a float32 x <= 0: twice as many lanes per vector as `_exp`, and fewer terms."""
     x = max(x, LOWEST_SINGLE)
     n = np.floor(x * SINGLE(LOG2_E) + SINGLE(0.5))
     r = (x - n * LN2_HIGH_SINGLE) - n * LN2_LOW_SINGLE
@@ -156,10 +157,10 @@ def _argmax_logsumexp(logits, bits, magnitude, token_ids, peaks, log_totals):
 
 @inner()
 def _argmax(row, bits, magnitude):
-    """The first of the largest, or the first NaN. Loops without a branch are faster than one that has some.
+    """Return the index of the first maximum, or of the first NaN. Loops without branches are faster.
 
-    Floats are compared as whole numbers of the same order (where the sign bit is set, the others are turned round), for
-    which there are vector instructions whatever NaN may mean.
+    Floats are compared as integers of the same order (if the sign bit is set, the other bits are flipped), because
+    integer maxima vectorize without any rule for NaN.
     """
     shift = 8 * bits.itemsize - 1
     peak_bits = ~magnitude
@@ -177,7 +178,7 @@ def _argmax(row, bits, magnitude):
     for token in range(len(row)):
         key = bits[token] ^ ((bits[token] >> shift) & magnitude)
         first = min(first, token if key == peak_bits else len(row))
-    peak = row[first]  # or minus it, where it is 0: once more, with the floats
+    peak = row[first]  # 0 and -0 are equal as floats only, so search again with the floats
     for token in range(len(row)):
         first = min(first, token if row[token] == peak else len(row))
     return first
@@ -193,7 +194,7 @@ def _total(row, peak):
 
 @inner(fastmath=REORDERED, error_model="numpy")
 def _total_single(row, peak):
-    """In float32, of which the softmax of float32 logits has no more digits; added up in float64."""
+    """Sum in float64 the exponentials in float32, since float32 logits allow no more digits."""
     total = 0.0
     for token in range(len(row)):
         total += np.float64(_exp_single(SINGLE(row[token] - peak)))
@@ -214,7 +215,7 @@ def _draw(logits, rows, peaks, temperatures, min_logprobs, top_ks, shares, distr
 
 @inner(error_model="numpy")
 def _first_beyond(rising, x):
-    """How many of the values, which rise, are x or less."""
+    """Return the number of values that are x or less, among values in rising order."""
     first, last = 0, len(rising)
     while first < last:
         middle = (first + last) // 2
@@ -227,8 +228,8 @@ def _first_beyond(rising, x):
 
 @inner(error_model="numpy")
 def _distribution(row, peak, temperature, threshold, top_k, share):
-    """What to draw from: the tokens kept, by rising id, and the running sum of their weights."""
-    scaled = np.empty(len(row))  # [vocab], the likeliest is 0
+    """Return the tokens that the filters keep, by rising id, and the cumulative sum of their weights."""
+    scaled = np.empty(len(row))  # [vocab], 0 for the likeliest
     token_ids = np.empty(len(row), np.int64)
     for token in range(len(row)):
         scaled[token] = (row[token] - peak) / temperature
@@ -240,10 +241,10 @@ def _distribution(row, peak, temperature, threshold, top_k, share):
         kept = _keep(scaled, token_ids, kept, threshold)
     if share > 0:
         kept = _keep(scaled, token_ids, kept, _lightest_kept(scaled[:kept], share))
-    kept = max(kept, 1)  # a row of NaN keeps nothing: it is refused later, but must not be read past its end here
+    kept = max(kept, 1)  # a row of NaN keeps no token; it is rejected later, but must not be read past its end here
     weights = _exps(scaled[:kept])
     cumulative = 0.0
-    for i in range(kept):  # in order of token id, one after the other: the sum that is compared with must be this one
+    for i in range(kept):  # sequentially in order of token id, since draws are compared with exactly this sum
         cumulative += weights[i]
         weights[i] = cumulative
     return token_ids[:kept], weights
@@ -251,7 +252,7 @@ def _distribution(row, peak, temperature, threshold, top_k, share):
 
 @inner(error_model="numpy")
 def _exps(scaled):
-    """[n]: a loop of its own, because one that also adds up in order cannot be made of vectors."""
+    """Return exp of [n] values. A separate loop, because one that also sums in order cannot be vectorized."""
     weights = np.empty(len(scaled))
     for i in range(len(scaled)):
         weights[i] = _exp(scaled[i])
@@ -260,7 +261,7 @@ def _exps(scaled):
 
 @inner(error_model="numpy")
 def _keep(scaled, token_ids, count, threshold):
-    """Move those at or above the threshold to the front, in order; return how many they are."""
+    """Move the tokens at or above the threshold to the front, in order, and return their number."""
     kept = 0
     for i in range(count):
         if scaled[i] >= threshold:
@@ -272,14 +273,14 @@ def _keep(scaled, token_ids, count, threshold):
 
 @inner(inline="always", error_model="numpy")
 def _drawer(scaled):
-    """Which drawer a scaled logit is in: the lower the logit, the higher the number."""
+    """Return the drawer of a scaled logit: the lower the logit, the higher the number."""
     distance_bits = np.float64(0.0 - scaled).view(np.int64)
     return min(max((distance_bits >> DRAWER_SHIFT) - NEAREST, 0), DRAWERS - 1)
 
 
 @inner(error_model="numpy")
 def _largest_but(top_k, scaled):
-    """The `top_k`-th largest of `scaled` [vocab]."""
+    """Return the `top_k`-th largest of `scaled` [vocab]."""
     tokens = np.zeros(DRAWERS, np.int64)
     for token in range(len(scaled)):
         tokens[_drawer(scaled[token])] += 1
@@ -292,7 +293,7 @@ def _largest_but(top_k, scaled):
 
 @inner(error_model="numpy")
 def _lightest_kept(scaled, share):
-    """The least logit with which the tokens up to it have more than `share` of the probability."""
+    """Return the smallest logit for which all tokens up to it have more than `share` of the probability."""
     weights = _exps(scaled)
     masses = np.zeros(DRAWERS)
     for i in range(len(scaled)):
@@ -309,14 +310,14 @@ def _lightest_kept(scaled, share):
                 below += _exp(logit)
                 if below > may_go:
                     return logit
-            return rising[-1]  # added up in another order, the drawer weighs a bit less
+            return rising[-1]  # in another order of summation, the drawer's sum is slightly smaller
         below += masses[drawer]
-    return 0.0  # a share of all: the likeliest stays
+    return 0.0  # the share is everything: the likeliest token stays
 
 
 @inner(error_model="numpy")
 def _sorted_drawer(scaled, drawer):
-    """What is in one drawer, in rising order."""
+    """Return the logits in one drawer, in rising order."""
     inside = np.empty(len(scaled))
     count = 0
     for logit in scaled:
@@ -329,7 +330,7 @@ def _sorted_drawer(scaled, drawer):
 
 @inner(error_model="numpy")
 def _sort(values):
-    """In rising order, in place, by a heap: `np.sort` takes 1.5 s to compile."""
+    """Heapsort in rising order, in place: `np.sort` takes 1.5 s to compile."""
     for i in range(len(values) // 2 - 1, -1, -1):
         _sink(values, i, len(values))
     for end in range(len(values) - 1, 0, -1):
@@ -339,7 +340,7 @@ def _sort(values):
 
 @inner(error_model="numpy")
 def _sink(heap, i, size):
-    """Put heap[i] where it belongs, below larger ones: those at 2 i + 1 and 2 i + 2 are its own."""
+    """Sift heap[i] down below its larger children, which are at 2 i + 1 and 2 i + 2."""
     x = heap[i]
     while 2 * i + 1 < size:
         child = 2 * i + 1

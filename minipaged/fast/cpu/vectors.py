@@ -1,8 +1,8 @@
-"""The processor's vector instructions in compiled loops: what writes a kernel in LLVM's language.
+"""The processor's vector instructions in compiled loops: a writer of LLVM code.
 
-A compiled loop becomes vectors where LLVM sees how. Where the order of the instructions is what matters (which numbers
-stay in registers, what is multiplied by what), a kernel is written with the words below. A vector has 16 float32, or 16
-pairs of bfloat16; vdpbf16ps multiplies both numbers of each pair and adds both products to a float32.
+LLVM vectorizes a compiled loop where it can. Where the order of the instructions matters (which numbers stay in
+registers, which are multiplied), a kernel is written with the methods below. A vector has 16 float32, or 16 pairs of
+bfloat16; vdpbf16ps multiplies both numbers of each pair and adds both products to a float32.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, call-arg, attr-defined"
@@ -20,14 +20,14 @@ from numba.core import cgutils
 from numba.core.registry import cpu_target
 
 LANES = 16
-"""As many float32 as a vector of 512 bits holds."""
+"""The number of float32 in a vector of 512 bits."""
 
 POWERS = tuple(math.log(2) ** k / math.factorial(k) for k in range(7))
-"""2 ** x is the sum of POWERS[k] * x ** k; with |x| <= 1/2, to the last bit or two of a float32."""
+"""Coefficients: 2 ** x is the sum of POWERS[k] * x ** k, for |x| <= 1/2 to the last bit or two of a float32."""
 
 
 class BFloat16(ir.Type):  # type: ignore[misc]
-    """LLVM has this type, its Python interface has not."""
+    """LLVM's bfloat type, which its Python interface lacks."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -42,11 +42,11 @@ OUT_BFLOATS, OUT_BITS = ir.VectorType(BFloat16(), LANES), ir.VectorType(BITS16, 
 
 @functools.cache
 def number_type(dtype: torch.dtype) -> Any:
-    """What the processor can multiply 16 rows by at a time, as a number of that type: pairs of bfloat16 (uint16), or
-    float32. None: no instructions for it are known, and plain loops have to do.
+    """Return a number of the type in which the processor multiplies 16 rows at a time: uint16 for pairs of bfloat16, or
+    float32. None: the processor has no known instructions for it, and plain loops do the work.
 
-    Asked of numba, which may be told to use fewer than there are (NUMBA_CPU_FEATURES); it keeps what it compiles for
-    each set of them by itself.
+    The features come from numba, which may be restricted to fewer than the processor has (NUMBA_CPU_FEATURES). numba
+    keeps compiled code separate for each set of features.
     """
     features = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
     if dtype == torch.bfloat16 and {"+avx512bf16", "+avx512bw"} <= set(features):
@@ -55,19 +55,19 @@ def number_type(dtype: torch.dtype) -> Any:
 
 
 class Vectors:
-    """Writes instructions on vectors, one after another. Subclasses make a kernel of them."""
+    """A writer of vector instructions, one after another. Subclasses write kernels with it."""
 
     def __init__(self, builder) -> None:
         self.builder = builder
 
     def variable(self):
-        """Where a vector is kept; 0 to begin with. (LLVM makes a register of it.)"""
+        """Return the place of a vector that begins as 0. (LLVM makes a register of it.)"""
         variable = cgutils.alloca_once(self.builder, FLOATS)
         self.builder.store(self.all_of(FLOATS, 0.0), variable)
         return variable
 
     def add_product(self, variable, weights, x) -> None:
-        """Of floats, or of pairs: the products of both numbers."""
+        """Add weights * x to the variable: of floats, or of pairs the products of both numbers."""
         total = self.builder.load(variable)
         if weights.type == FLOATS:
             total = self.call("llvm.fma.v16f32", FLOATS, weights, x, total)
@@ -77,7 +77,7 @@ class Vectors:
         self.builder.store(total, variable)
 
     def where(self, number):
-        """What follows is done if the number is not 0."""
+        """Return a context: the code written in it runs only if the number is not 0."""
         return self.builder.if_then(self.builder.icmp_unsigned("!=", number, BITS64(0)))
 
     def place(self, address, index, size):
@@ -95,14 +95,14 @@ class Vectors:
         return ir.Constant(kind, [value] * kind.count)
 
     def spread(self, value):
-        """A vector of 16 times the same."""
+        """Return a vector of 16 copies of the value."""
         one = ir.VectorType(value.type, LANES)
         first = self.builder.insert_element(ir.Constant(one, ir.Undefined), value, BITS32(0))
         return self.builder.shuffle_vector(first, first, self.all_of(INTEGERS, 0))
 
     def as_bfloats(self, x):
-        """16 floats, rounded as by `bfloat16.narrow`. (LLVM's own rounding calls a function that numba has not where
-        AVX512_BF16 is missing.)"""
+        """Return 16 floats as bfloat16, rounded like `bfloat16.narrow`. (LLVM's own rounding calls a function that
+        numba lacks on processors without AVX512_BF16.)"""
         b, bits = self.builder, self.builder.bitcast(x, INTEGERS)
         odd = b.and_(b.lshr(bits, self.all_of(INTEGERS, 16)), self.all_of(INTEGERS, 1))
         rounded = b.lshr(b.add(bits, b.add(odd, self.all_of(INTEGERS, 0x7FFF))), self.all_of(INTEGERS, 16))
@@ -117,7 +117,7 @@ class Vectors:
         return self.builder.call(function, arguments)
 
     def power(self, x):
-        """2 ** x; 0 from -160 on downwards, NaN for NaN."""
+        """Return 2 ** x; 0 for x of -160 and below, NaN for NaN."""
         b, least = self.builder, self.all_of(FLOATS, -160.0)
         x = b.select(b.fcmp_ordered("<", x, least), least, x)
         whole = self.call("llvm.rint.v16f32", FLOATS, x)

@@ -1,9 +1,9 @@
-"""A kernel is optimised once, as a whole, when all functions that it calls are in one place.
+"""Compiles a kernel together with all functions that it calls, so that LLVM optimizes it once, as a whole.
 
-numba makes a library of each function that a kernel calls. It optimises the function and makes machine code of it, and
-does both again in every library that links it in: a function within a parallel loop is in five libraries on its way to
-the kernel. Only the kernel's own library runs. So here the other libraries are not made machine code of and, but for a
-few loops (`Loop`), not optimised. That saves more than half of LLVM's time at a first start.
+numba makes a library of each function that a kernel calls. It optimizes the function and generates its machine code,
+and does both again in every library that links it in: a function within a parallel loop passes through five libraries
+on its way to the kernel. Only the kernel's own library runs. So here the other libraries get no machine code and,
+except for a few loops (`Loop`), no optimization. That saves more than half of LLVM's time at a first start.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
@@ -20,7 +20,7 @@ from numba.core.compiler import Compiler
 
 
 class Ingredient(JITCodeLibrary):
-    """The library of a function that a kernel calls: not optimised, without machine code. Python cannot call it."""
+    """The library of a function that a kernel calls: not optimized, without machine code. Python cannot call it."""
 
     def _optimize_functions(self, ll_module) -> None:
         ll_module.data_layout = self._codegen._data_layout
@@ -34,9 +34,9 @@ class Ingredient(JITCodeLibrary):
         self._finalized = True
 
     def _add_environments(self) -> None:
-        """numba gives each function a variable in LLVM (`_ZN08NumbaEnv...`) and sets it once the function is compiled.
-        An ingredient has no machine code to hold it, so it is defined here; machine code that is made later, with a
-        variable of the same name, uses this one."""
+        """Define the environment variables of an ingredient's functions. numba gives each function such a variable in
+        LLVM (`_ZN08NumbaEnv...`) and sets it once the function is compiled. An ingredient has no machine code to hold
+        it, so it is defined here. Machine code that is made later, with a variable of the same name, uses this one."""
         engine = self._codegen._engine
         names = [variable.name for variable in self._final_module.global_variables]
         new = [name for name in names if name.startswith("_ZN08NumbaEnv") and not engine.is_symbol_defined(name)]
@@ -50,7 +50,7 @@ class Ingredient(JITCodeLibrary):
 
     @classmethod
     def _unserialize(cls, codegen, state) -> JITCodeLibrary:
-        """Loads a kept kernel while another one is being compiled. It has its machine code already, so it is no
+        """Loads a kernel from disk while another one is being compiled. It already has machine code, so it is no
         ingredient."""
         with _libraries(codegen, JITCodeLibrary):
             library: JITCodeLibrary = JITCodeLibrary._unserialize(codegen, state)
@@ -65,15 +65,15 @@ class Whole(JITCodeLibrary):
 
 
 class Loop(Ingredient):
-    """The library of a function that is optimised before its callers link it in: LLVM then makes better vectors of its
-    loops."""
+    """The library of a function that is optimized before its callers link it in, because LLVM then vectorizes its loops
+    better."""
 
     _optimize_functions = JITCodeLibrary._optimize_functions
     _optimize_final_module = JITCodeLibrary._optimize_final_module
 
 
 class KernelCompiler(Compiler):
-    """numba's compiler, but the libraries that it makes on the way to a kernel are ingredients."""
+    """numba's compiler, changed so that the libraries which it makes on the way to a kernel are ingredients."""
 
     library: type[JITCodeLibrary] = Whole
 
@@ -91,7 +91,7 @@ class LoopCompiler(KernelCompiler):
 
 @contextmanager
 def _libraries(codegen, kind: type[JITCodeLibrary]) -> Iterator[None]:
-    """Within this context numba makes its libraries of class `kind`. (It compiles in one thread at a time.)"""
+    """A context in which numba makes its libraries of class `kind`. (numba compiles in one thread at a time.)"""
     before, codegen._library_class = codegen._library_class, kind
     try:
         yield

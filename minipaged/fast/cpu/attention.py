@@ -1,11 +1,11 @@
-"""Paged attention of sequences with one query, compiled: keys and values are read where they lie, block by block.
+"""Paged attention of sequences with one query, compiled: keys and values are read block by block, without a copy.
 
-Decoding reads every key and value once and does little with each: memory is what it waits for. So
+Decoding reads each key and value once and does little arithmetic on it, so it is bound by memory. Therefore
 
-- the query heads that share a key/value head go through the block together, while it is in the nearest cache;
-- the work of a batch, whatever the lengths of its sequences, is cut into as many equal stretches of tiles as there are
-  threads. A cut may fall within a sequence; the two halves of its online softmax are put together at the end, as the
-  splits of the GPU's kernel are.
+- the query heads that share a key/value head process a block together, while it is in the nearest cache;
+- the work of a batch, whatever the lengths of its sequences, is cut into equal stretches of tiles, one for each thread.
+  A cut may fall within a sequence. The partial results of its online softmax are merged at the end, like the splits in
+  the GPU's kernel.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, call-arg"
@@ -27,21 +27,21 @@ from minipaged.fast.cpu.kernel_cache import inner, kernel, loop
 from minipaged.fast.cpu.vectors import LANES, number_type
 
 STEP = 4
-"""Keys that are weighed at a time."""
+"""The number of keys whose values are added at a time."""
 CACHE_LINE = 64
-"""Bytes that memory is read in. Asking ahead for them is worth a fifth to two fifths where keys and values are more
-than the processor's cache holds (SmolLM2's shapes, 32 sequences of 1024: 20.1 GB/s for 16.5 in float32)."""
+"""The number of bytes in a line of the processor's cache. Prefetching lines gains a fifth to two fifths if keys and
+values exceed the cache (SmolLM2's shapes, 32 sequences of 1024: 20.1 GB/s instead of 16.5 in float32)."""
 
 
 class KernelPool(NamedTuple):
-    """Where the kernels find keys and values."""
+    """A layer's keys and values, as the kernels receive them."""
 
     keys: int
-    """An address, as are the next two. `scales`: 0 where there are none."""
+    """An address, like `values` and `scales`. `scales` is 0 if there are none."""
     values: int
     scales: int
     block_stride: int
-    """From block to block in bytes; and `head_stride` from head to head."""
+    """The distance between blocks in bytes. `head_stride` is that between heads."""
     head_stride: int
     kv_heads: int
     block_size: int
@@ -50,7 +50,7 @@ class KernelPool(NamedTuple):
 
     @classmethod
     def of(cls, keys: Tensor, values: Tensor, scales: Tensor | None) -> KernelPool:
-        """Of a layer's keys and values [num_blocks, kv_heads, block_size, head_dim]."""
+        """Describe a layer's keys and values [num_blocks, kv_heads, block_size, head_dim]."""
         return cls(
             *(keys.data_ptr(), values.data_ptr(), 0 if scales is None else scales.data_ptr()),
             *(keys.stride(0) * keys.itemsize, keys.stride(1) * keys.itemsize, keys.shape[1], keys.shape[2]),
@@ -59,7 +59,7 @@ class KernelPool(NamedTuple):
 
 
 class Head(NamedTuple):
-    """Where a key/value head of a layer lies: addresses, and what is between blocks."""
+    """The place of one key/value head of a layer: addresses of its first block, and the distance between blocks."""
 
     k: int
     v: int
@@ -72,33 +72,35 @@ class Head(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """A thread's memory."""
+    """A thread's scratch memory."""
 
     q: Array
-    """[group, head_dim], scaled. Not used where pairs are multiplied; nor is `tile`."""
+    """[group, head_dim], scaled. Unused if pairs of bfloat16 are multiplied; so is `tile`."""
     o: Array
     """[group, head_dim]."""
     m_l: Array
-    """[group, 2]: the largest score, and the sum."""
+    """[group, 2]: the largest score and the sum of weights."""
     p: Array
-    """[group, TILE], or half as much in bfloat16."""
+    """[group, TILE]. In bfloat16 only half of it is used."""
     tile: Array
     """[TILE, head_dim]."""
     places: Array
-    """[TILE]: addresses of keys or values."""
+    """[TILE]: the addresses of keys or values."""
 
 
 LOWEST = np.float32(-1e30)
-"""Stands for minus infinity where there was no score yet: `LOWEST - LOWEST` is 0, and not NaN."""
+"""The initial largest score, in place of minus infinity: `LOWEST - LOWEST` is 0 and not NaN."""
 SCALE_BYTES = 4
 AS_IT_IS, INT8, E4M3 = 0, 1, 2
 KINDS = {torch.float32: AS_IT_IS, torch.bfloat16: AS_IT_IS, torch.int8: INT8, torch.uint8: E4M3}
-"""How keys and values are kept. Compiled loops are told in a number, and not by a type: one is compiled for all."""
+"""The storage formats of keys and values. Compiled loops receive a number instead of a type, so that one loop is
+compiled for all formats."""
 FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
-"""Sums may be reordered, so that they can be vectorised; but NaN and infinity stay what they are.
+"""Sums may be reordered, so that they can be vectorized. NaN and infinity are preserved.
 
-The compiled loops spell out what NumPy has a word for: its searches, and assignments of whole arrays with all their
-checks, take numba seconds to compile, at whose end the first answer waits."""
+The compiled loops avoid NumPy's searches and whole-array assignments. numba takes seconds to compile these with all
+their checks, and the first answer waits for that.
+"""
 
 
 def paged_decode(
@@ -126,7 +128,7 @@ def paged_decode(
 
 
 def pairs_or_floats(dtype: torch.dtype, head_dim: int) -> Any:
-    """A number of the type to multiply in, where keys and values have that of the model: pairs of bfloat16
+    """Return a number of the type to multiply in, for keys and values of the model's type: uint16 for pairs of bfloat16
     (`decode.py`), or float32."""
     number = number_type(dtype) if head_dim % (2 * LANES) == 0 else None
     return number if isinstance(number, np.uint16) else np.float32(0)
@@ -134,13 +136,13 @@ def pairs_or_floats(dtype: torch.dtype, head_dim: int) -> Any:
 
 @inner(inline="always")
 def exponential(x):
-    """exp(x) of a float32: 2**n times a polynomial, which vectorises (a call of the library's does not).
+    """Return exp(x) of a float32 as 2**n times a polynomial, which vectorizes (a library call does not).
 
-    The largest relative error is about 1e-7. Beyond 87 on either side it stays where it is there: at 1e38 and 1e-38.
+    The largest relative error is about 1e-7. Arguments are clamped to ±87, where the results are 1e38 and 1e-38.
     """
     x = min(max(x, np.float32(-87.0)), np.float32(87.0))
     n = np.floor(x * np.float32(1.4426950408889634) + np.float32(0.5))
-    # ln 2 in two parts: the first one's product with n is exact.
+    # ln 2 in two parts: the product of the first one with n is exact.
     r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
     p = np.float32(1.9875691500e-4)
     p = p * r + np.float32(1.3981999507e-3)
@@ -154,9 +156,10 @@ def exponential(x):
 
 @kernel(parallel=True, error_model="numpy")
 def _decode(query, pool, where, scale, num_threads, number, out):
-    """query, out: [seqs, heads, head_dim]. where: tables, rows, context_lens. `number`: the type to multiply in.
+    """Attention of a batch. query, out: [seqs, heads, head_dim]. where: tables, rows, context_lens. `number`: the type
+    to multiply in.
 
-    The threads' loop only calls: what stands in such a loop takes numba several times as long to compile.
+    The parallel loop contains only a call, because numba takes several times as long to compile code in such a loop.
     """
     _, _, context_lens = where
     seqs, heads, head_dim = query.shape
@@ -166,7 +169,7 @@ def _decode(query, pool, where, scale, num_threads, number, out):
         for g in range(heads if context_lens[s] == 0 else 0):
             for d in range(head_dim):
                 out[s, g, d] = narrow(np.float32(0), out[0, 0, 0])
-    # A thread's stretch may begin and end within a pair: those two it leaves unfinished.
+    # A thread's stretch may begin and end within a pair. The results of these two pairs are partial.
     part_of = np.empty((num_threads, 2), np.int64)
     part_m_l = np.empty((num_threads, 2, group, 2), np.float32)
     part_o = np.empty((num_threads, 2, group, head_dim), np.float32)
@@ -179,7 +182,8 @@ def _decode(query, pool, where, scale, num_threads, number, out):
 
 @inner()
 def _count_tiles(context_lens, kv_heads):
-    """[pairs + 1]: the first tile of each pair (sequence, key/value head), counted through, and how many there are."""
+    """Return [pairs + 1]: the number of the first tile of each pair (sequence, key/value head), and at the end the
+    number of all tiles."""
     first_tile = np.empty(len(context_lens) * kv_heads + 1, np.int64)
     first_tile[0] = 0
     for s in range(len(context_lens)):
@@ -191,12 +195,12 @@ def _count_tiles(context_lens, kv_heads):
 
 @inner(fastmath=FASTMATH, error_model="numpy")
 def _attend_tiles(query, pool, where, scale, first_tile, begin, end, number, parts, out):
-    """The tiles from `begin` on, before `end`: pairs that are whole go to `out`, the others to `parts`."""
+    """Attend to tiles begin .. end - 1. Complete pairs are written to `out`, partial ones to `parts`."""
     tables, rows, context_lens = where
     part_of, part_m_l, part_o = parts
     kv_heads, group, head_dim = pool.kv_heads, query.shape[1] // pool.kv_heads, query.shape[2]
     row_bytes = head_dim * (query.itemsize if pool.kind == AS_IT_IS else 1)
-    scale_stride = pool.block_size * SCALE_BYTES  # from head to head
+    scale_stride = pool.block_size * SCALE_BYTES  # distance between heads
     q, o = np.empty((group, head_dim), np.float32), np.empty((group, head_dim), np.float32)
     m_l, p = np.empty((group, 2), np.float32), np.empty((group, TILE), np.float32)
     tile, places = np.empty((TILE, head_dim), np.float32), np.empty(TILE, np.int64)
@@ -238,7 +242,8 @@ def _attend_tiles(query, pool, where, scale, first_tile, begin, end, number, par
 def _attend_tile(
     queries: Any, head: Any, table: Any, start: Any, context_len: Any, scale: Any, scratch: Any, number: Any
 ) -> None:
-    """Up to TILE keys from position `start` on, for the queries [1, group, head_dim] of a sequence. (Compiled.)"""
+    """Attend to up to TILE keys from position `start` on, with the queries [1, group, head_dim] of a sequence. (Only in
+    compiled code.)"""
     raise NotImplementedError("for compiled code")
 
 
@@ -275,7 +280,8 @@ def _attend_tile_as(queries, head, table, start, context_len, scale, scratch, nu
 
 @inner()
 def _find_rows(pool, head, table, start, size, places):
-    """The addresses of `size` keys (or values) from position `start` on; behind them, that of the last one."""
+    """Write the addresses of `size` keys (or values) from position `start` on into `places`. The rest of `places`
+    repeats the last address."""
     block, offset = start // head.block_size, start % head.block_size
     place = np.int64(0)
     for j in range(TILE):
@@ -289,7 +295,7 @@ def _find_rows(pool, head, table, start, size, places):
 
 @inner()
 def _prefetch_tile(pool, block_stride, block_size, table, start, size, row_bytes):
-    """Ask for what `read_tile` will read next, while there is something to compute."""
+    """Prefetch the lines that `read_tile` will read next, during computation."""
     j, block, offset = 0, start // block_size, start % block_size
     while j < size:
         there = min(block_size - offset, size - j)
@@ -320,14 +326,14 @@ def read_tile(pool, scales, kind, block_stride, block_size, table, start, size, 
         j, block, offset = j + there, block + 1, 0
     for rest in range(
         size, (size + STEP - 1) // STEP * STEP
-    ):  # what `_take_values` weighs with 0: another sequence's NaN stays NaN
+    ):  # `_take_values` gives these rows weight 0, but NaN from another sequence would stay NaN
         for d in range(head_dim):
             tile[rest, d] = 0
 
 
 @inner()
 def _read_codes(codes, scales, first, tile):
-    """What the codes of some keys (or values) stand for, into the rows of `tile` from `first` on."""
+    """Decode the codes of some keys (or values) into the rows of `tile` from `first` on."""
     head_dim = tile.shape[1]
     factors = array_at(scales, len(codes) // head_dim, np.float32(0))
     for i in range(len(factors)):
@@ -337,7 +343,8 @@ def _read_codes(codes, scales, first, tile):
 
 @loop(fastmath=FASTMATH, error_model="numpy")
 def _take_scores(q, tile, size, m, l, o, p):  # noqa: E741
-    """The scores of `size` keys against the group's queries, into (m, l) and, as weights, into p [group, TILE]."""
+    """Compute the scores of `size` keys for the group's queries. Updates (m, l), rescales o, and writes weights to p
+    [group, TILE]."""
     group, head_dim = q.shape
     threes = group - group % 3
     for g in range(0, threes, 3):
@@ -366,7 +373,7 @@ def _take_scores(q, tile, size, m, l, o, p):  # noqa: E741
 
 @loop(fastmath=FASTMATH, error_model="numpy")
 def _score_three(qa, qb, qc, tile, size, pa, pb, pc):
-    """Three heads at once: each key is loaded once for them (a quarter less time than one after another)."""
+    """Scores of three heads together: each key is loaded once for all (a quarter less time than one by one)."""
     for j in range(size):
         k = tile[j]
         a, b, c = np.float32(0), np.float32(0), np.float32(0)
@@ -379,7 +386,7 @@ def _score_three(qa, qb, qc, tile, size, pa, pb, pc):
 
 @loop(fastmath=FASTMATH, error_model="numpy")
 def _take_values(p, tile, size, o):
-    """Add the weighted values to o [group, head_dim]: STEP keys for each time that the sums are loaded and stored."""
+    """Add the weighted values to o [group, head_dim]. Each load and store of the sums covers STEP keys."""
     group, head_dim = o.shape
     threes = group - group % 3
     for g in range(0, threes, 3):
@@ -393,7 +400,7 @@ def _take_values(p, tile, size, o):
 
 @loop(fastmath=FASTMATH, error_model="numpy")
 def _add_three(pa, pb, pc, tile, size, oa, ob, oc):
-    """Three heads at once: each value is loaded once for them (a third less time than one after another)."""
+    """Values of three heads together: each value is loaded once for all (a third less time than one by one)."""
     for j in range(0, size, STEP):
         a0, a1, a2, a3 = pa[j], pa[j + 1], pa[j + 2], pa[j + 3]
         b0, b1, b2, b3 = pb[j], pb[j + 1], pb[j + 2], pb[j + 3]
@@ -407,7 +414,7 @@ def _add_three(pa, pb, pc, tile, size, oa, ob, oc):
 
 @inner(error_model="numpy")
 def _merge(part_of, part_m_l, part_o, kv_heads, out):
-    """Put the stretches of each cut (sequence, head) together; they follow one another."""
+    """Merge the parts of each (sequence, head) pair that was cut. Its parts follow one another."""
     group, head_dim = part_o.shape[2], part_o.shape[3]
     part_of = part_of.reshape(-1)
     part_m_l, part_o = part_m_l.reshape(-1, group, 2), part_o.reshape(-1, group, head_dim)

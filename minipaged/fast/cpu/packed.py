@@ -1,31 +1,31 @@
 """Matrix products on the packed weights of a quantized checkpoint: a matrix stays as small as it was stored.
 
-Decoding one token waits for the weights to come out of memory, and 4 bits come sooner than 16. What has to be done to
-them on the way must not take longer than that. So a matrix is laid out anew, once, while it is loaded: 16 rows in a
-*tile*, interleaved, so that each of the 16 lanes of a vector of 512 bits belongs to one row, and a sum over the inputs
-never crosses lanes.
+Decoding one token is bound by reading the weights, and 4 bits are read faster than 16. Unpacking them must not take
+longer than that. So a matrix is laid out in a new order once, while it is loaded: 16 rows form a *tile* and are
+interleaved, so that each of the 16 lanes of a vector of 512 bits belongs to one row, and a sum over the inputs never
+crosses lanes.
 
-    4 bits   a lane has 8 codes; in the lower 16 bits inputs 0, 2, 4, 6, in the upper ones 1, 3, 5, 7
+    4 bits   a lane has 8 codes: inputs 0, 2, 4, 6 in the lower 16 bits, and 1, 3, 5, 7 in the upper ones
     8 bits   a byte for each row, input after input
 
-A code of 4 bits is looked up: a shift by 4 i, and one instruction (vpermw) takes the lowest 5 bits of each half lane
-for the place in a table of 32 entries (the 16 values, twice: the fifth bit belongs to the next code). That gives 16
-rows times 2 inputs in bfloat16, and one more instruction (vdpbf16ps) multiplies them by 2 inputs of a token and adds
-both products to float32 sums, one for each row: three instructions for 32 weights. What is looked up serves 8 tokens.
-Codes are whole numbers of up to 8 bits, so bfloat16 holds them exactly, and float32 the products; scale, zero and
-minimum join in float32 once a group,
+A code of 4 bits is looked up: after a shift by 4 i, one instruction (vpermw) uses the lowest 5 bits of each half lane
+as an index into a table of 32 entries (the 16 values, twice: the fifth bit belongs to the next code). That gives 16
+rows times 2 inputs in bfloat16. One more instruction (vdpbf16ps) multiplies them by 2 inputs of a token and adds both
+products to float32 sums, one for each row: three instructions for 32 weights. The looked-up weights serve 8 tokens.
+Codes are integers of up to 8 bits, so bfloat16 holds them exactly, and float32 the products. Scale, zero and minimum
+are applied in float32 once per group,
 
     y += (sum(q * x) - z * sum(x)) * s + m * sum(x)
 
-so the result is nearer to the exact product than one with weights that are rounded to bfloat16. (The table of a
-`Codebook4` is rounded to it, where the model is bfloat16, as any weight is then.) Weights are not rounded to the type
-of the tool that made the matrix (`StoredMatrix.rounding`), except in `rows`.
+so the result is nearer to the exact product than with weights that are rounded to bfloat16. (If the model is bfloat16,
+the table of a `Codebook4` is rounded to it, like any other weight.) Weights are not rounded to the type of the tool
+that made the matrix (`StoredMatrix.rounding`), except in `rows`.
 
-What belongs to a group lies together, and group after group: memory is then read in one stream. (With all scales of a
-tile behind all of its codes it came with 8 GB/s instead of 20, for one thread.)
+The codes and factors of a group are stored together, group after group, so memory is read in one stream. (With all
+scales of a tile behind all of its codes, one thread read 8 GB/s instead of 20.)
 
-How much faster than the same matrices in bfloat16 (`llama.DenseMatrix`): all of SmolLM2-135M's once, as its Q4_1 file
-has them (groups of 32; the head 8 bits, left out at 512 tokens). AMD EPYC (Zen 4), one thread, its own CPU time, the
+The gain over the same matrices in bfloat16 (`llama.DenseMatrix`): all of SmolLM2-135M's once, as in its Q4_1 file
+(groups of 32; the head has 8 bits and is left out at 512 tokens). AMD EPYC (Zen 4), one thread, its own CPU time, the
 best of several turns, while other work was running (`benchmarks/packed.py` measures with all threads):
 
 | | 1 token | 2 | 4 | 8 | 32 | 512 |
@@ -38,8 +38,8 @@ best of several turns, while other work was running (`benchmarks/packed.py` meas
 For many tokens a product is bound by arithmetic: the instruction multiplies as fast as oneDNN's, and scale and minimum
 take an eighth of the time at groups of 32.
 
-The instructions are there since AVX512_BF16 (AMD Zen 4, Intel Cooper Lake and Sapphire Rapids). With AVX512 alone, and
-for models in float32, the same is done with 16 floats at a time; on other processors by plain loops over the memory.
+The instructions require AVX512_BF16 (AMD Zen 4, Intel Cooper Lake and Sapphire Rapids). With AVX512 alone, and for
+models in float32, the kernel computes with 16 floats at a time. Other processors use plain loops over the memory.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, call-arg, attr-defined"
@@ -78,36 +78,40 @@ from minipaged.fast.kernels import Matrix
 from minipaged.models.quantized.stored import Codebook4, Float8, Grouped, StoredMatrix, e4m3_values, round_to, unpack
 
 ROWS = LANES
-"""Rows of a tile: as many float32 sums as a vector holds."""
+"""The number of rows in a tile, which is the number of float32 sums in a vector."""
 STEP = 8
-"""Inputs that are laid out together: a lane's codes of 4 bits. Groups are filled up to a multiple of it."""
+"""The number of inputs laid out together: a lane's codes of 4 bits. Groups are padded to a multiple of it."""
 TOKENS = (8, 4, 2, 1)
-"""Tokens that share what is looked up; more of them go one such block after another. (12 are 2 % faster than 8.)"""
+"""The numbers of tokens that share the looked-up weights. More tokens are computed in such blocks, one after another.
+(12 are 2 % faster than 8.)"""
 CHAINS = 4
-"""Sums that are added to in turns, where there are few tokens: an addition takes 6 cycles, and one begins in each."""
+"""The number of sums that are added to in turn when there are few tokens: an addition takes 6 cycles, and one can start
+in each cycle."""
 FEW = 4
-"""Up to so many tokens one thread has them ready sooner than a second one has been woken."""
+"""The number of tokens up to which one thread prepares them sooner than a second one wakes up."""
 AT_ONCE = 2**21
-"""Weights that are unpacked at one time while a matrix is laid out."""
+"""The number of weights that are unpacked at a time while a matrix is laid out."""
 E4M3_BITS, E4M3_SCALE = 0x87F00000, 2.0**120
-"""A float of 8 bits (sign, 4 bits of exponent, 3 of fraction), extended by its sign to 32 bits and shifted left by 20,
-has all of them where float32 has its own, but for the sign's copies; and the exponents count from other zeros."""
+"""The mask and factor that decode a float of 8 bits (sign, 4 bits of exponent, 3 of fraction). Sign-extended to 32 bits
+and shifted left by 20, it has all fields at float32's places, except for the sign's copies, which the mask removes. The
+factor corrects the exponent's bias."""
 LINE, ALIGNMENT = 64, 32
-"""Bytes of a line of the cache, at which a matrix begins; and what the bytes of a piece are a multiple of."""
+"""The bytes of a cache line, at which a matrix begins; and the alignment of pieces, whose size in bytes is a multiple
+of it."""
 
 
 class Room:
-    """Memory for many matrices, in large pieces: these get large pages from the system (see `llama.linears`). Of what
-    is not written, the system gives none."""
+    """Memory for many matrices, in large pieces, which the system backs with large pages (see `llama.linears`). The
+    system allocates no memory for pages that are never written."""
 
     SIZE = 2**25
-    """Bytes of a piece."""
+    """The bytes of a piece."""
 
     def __init__(self) -> None:
         self._free = np.empty(0, np.uint8)
 
     def take(self, size: int) -> Array:
-        """[size] uint8, at the beginning of a line of the cache."""
+        """Return [size] uint8 that begin at a line of the cache."""
         if size > len(self._free) - LINE:
             self._free = np.empty(max(size, self.SIZE) + LINE, np.uint8)
         first = -self._free.ctypes.data % LINE
@@ -116,40 +120,41 @@ class Room:
 
 
 class PackedLayout(NamedTuple):
-    """Where the kernels find what."""
+    """The layout of a packed matrix, as the kernels receive it."""
 
     num_inputs: int
     num_pieces: int
     piece: int
-    """Inputs of a piece."""
+    """The number of inputs of a piece."""
     num_tiles: int
     piece_bytes: int
     has_half: int
     """1: scales and minima are float16; 0: float32."""
     scales: int
-    """Where they begin in a piece, in bytes; so do `zeros` and `minima`, of which 0 says that there are none."""
+    """The offset of the scales in a piece, in bytes; so are `zeros` and `minima`, which are 0 if there are none."""
     zeros: int
     minima: int
     places: int
-    """An address: which input each place of the pieces has [pieces * piece] int32. 0: these are the inputs in order."""
+    """An address: the input at each place of the pieces [pieces * piece] int32, -1 for padding. 0: the inputs are in
+    order."""
     bias: int
-    """An address: [tiles * ROWS] float32. 0: there is none."""
+    """An address: [tiles * ROWS] float32. 0: no bias."""
     table: int
     """An address: the values of codes of 4 bits, twice, as bfloat16 or float32."""
     tiles: int
-    """An address."""
+    """The address of the records."""
 
 
 class PackedMatrix(Matrix):
-    """A quantized matrix [out, in], ready to be multiplied by, and the bias [out] that it may have.
+    """A quantized matrix [out, in], ready for products, and its bias [out] if it has one.
 
-    Its memory are records [tiles, pieces]: codes [steps, ROWS], and a scale, zero and minimum [ROWS], as far as the
-    matrix has them. A *piece* are inputs with the same scale: a group, or a part of one (`pieces_of`).
+    Its memory consists of records [tiles, pieces]: codes [steps, ROWS], and scale, zero and minimum [ROWS], if the
+    matrix has them. A *piece* is a number of inputs with the same scale: a group, or a part of one (`pieces_of`).
     """
 
     def __init__(self, matrix: StoredMatrix, bias: Tensor | None, dtype: torch.dtype, room: Room | None = None) -> None:
-        """`dtype`: of inputs and products, bfloat16 or float32. How `matrix` has its inputs quantized is left to the
-        caller."""
+        """`dtype`: the type of inputs and products, bfloat16 or float32. If `matrix` requires quantized inputs, the
+        caller quantizes them."""
         num_rows, num_inputs = matrix.shape
         self.shape, self.dtype, self._rounding = matrix.shape, dtype, matrix.rounding
         self._number = number_type(dtype)
@@ -205,7 +210,7 @@ class PackedMatrix(Matrix):
         return out if out.shape[1] == num_rows else out[:, :num_rows].contiguous()
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows `ids` [n] as the checkpoint means them: [n, in] of the model's type."""
+        """Return rows `ids` [n] as the checkpoint defines them: [n, in] of the model's type."""
         tiles, lanes = np.divmod(ids.numpy(), ROWS)
         parts = {name: self._tiles[name][tiles, ..., lanes] for name in self._names}
         codes = parts["codes"]  # [n, pieces, steps]
@@ -229,14 +234,14 @@ class PackedMatrix(Matrix):
         return torch.from_numpy(weights).to(self.dtype)
 
     def _fill(self, matrix: StoredMatrix, which: slice, groups: Array) -> None:
-        """Lay out some tiles. `groups`: [pieces], the group of each."""
+        """Lay out the tiles in `which`. `groups`: [pieces], the group of each."""
         tiles = self._tiles[which]
         for name, part in parts_of(matrix, slice(which.start * ROWS, which.stop * ROWS)).items():
             if name == "codes" and self._places is not None:
                 part = np.where(self._places >= 0, part[:, self._places], part.dtype.type(0))
             elif name != "codes":
                 part = part[:, groups]
-            filled = np.zeros((len(tiles) * ROWS, part.shape[1]), part.dtype)  # rows that the last tile has not
+            filled = np.zeros((len(tiles) * ROWS, part.shape[1]), part.dtype)  # padding for the last tile
             filled[: len(part)] = part
             if name == "codes" and self._table is not None:
                 filled = lanes_of(filled)
@@ -245,14 +250,15 @@ class PackedMatrix(Matrix):
 
 
 def pieces_of(matrix: StoredMatrix) -> tuple[Array, Array]:
-    """The inputs of each piece [pieces, inputs of a piece] int32, -1 where it is filled up; its group [pieces]."""
+    """Return the inputs of each piece [pieces, inputs of a piece] int32, -1 for padding, and each piece's group
+    [pieces]."""
     num_inputs = matrix.shape[1]
     size = matrix.block[1] if isinstance(matrix, Float8) else matrix.group_size
     size = max(1, min(size, num_inputs))
     groups = np.arange(num_inputs) // size  # [in]
     if isinstance(matrix, Grouped) and matrix.group_index is not None:
         groups = matrix.group_index
-    # A last group that is smaller would be filled up, and every token copied, were there not smaller pieces.
+    # With larger pieces, a smaller last group would be padded, and every token would have to be copied.
     common = math.gcd(size, num_inputs)
     size = common if common % 32 == 0 else -(-size // STEP) * STEP
     pieces, groups_of_pieces = [], []
@@ -267,8 +273,8 @@ def pieces_of(matrix: StoredMatrix) -> tuple[Array, Array]:
 
 
 def table_of(matrix: StoredMatrix) -> Array | None:
-    """What codes of 4 bits stand for, before the scale: [16] float32. None: the codes have 8 bits. (2 and 3 bits become
-    4, and 5 and 6 become 8.)"""
+    """Return the values of 4-bit codes before scaling: [16] float32. None: the codes have 8 bits. (2 and 3 bits are
+    stored as 4, and 5 and 6 as 8.)"""
     if isinstance(matrix, Codebook4):
         return matrix.table
     if isinstance(matrix, Grouped) and matrix.bits <= 4:
@@ -277,8 +283,8 @@ def table_of(matrix: StoredMatrix) -> Array | None:
 
 
 def taken_off(matrix: Grouped) -> int:
-    """The zero, where it is one for all and the codes without it still have 8 bits; what is left of it otherwise stays
-    with the groups."""
+    """Return the number that is subtracted from the codes in advance: the zero, if it is the same for all groups and
+    the result still fits 8 bits. Any remainder of the zeros stays with the groups."""
     if matrix.bits <= 4:
         return matrix.zeros if isinstance(matrix.zeros, int) else 0
     fits = isinstance(matrix.zeros, int) and 2**matrix.bits - 128 <= matrix.zeros <= 128
@@ -286,9 +292,9 @@ def taken_off(matrix: Grouped) -> int:
 
 
 def parts_of(matrix: StoredMatrix, rows: slice) -> dict[str, Array]:
-    """Some rows: codes [rows, in]; scales, zeros (int8) and minima [rows, groups], as far as there are any.
+    """Return some rows of a matrix: codes [rows, in]; scales, zeros (int8) and minima [rows, groups], if it has them.
 
-    Codes are uint8; but those of whole numbers with more than 4 bits int8.
+    Codes are uint8, but integers of more than 4 bits are int8.
     """
     if isinstance(matrix, Codebook4):
         return {"codes": unpack(matrix.codes[rows], 4, matrix.shape[1]), "scales": matrix.scales[rows]}
@@ -296,7 +302,7 @@ def parts_of(matrix: StoredMatrix, rows: slice) -> dict[str, Array]:
         outputs = np.arange(matrix.shape[0])[rows] // matrix.block[0]  # [rows], the block of each
         codes, scales = matrix.codes[rows], matrix.scales[outputs]
         row, place = np.nonzero(codes & np.uint8(0x7F) == 0x7F)
-        scales[row, place // matrix.block[1]] = np.nan  # no number stays none, and the kernels need not look for it
+        scales[row, place // matrix.block[1]] = np.nan  # NaN stays NaN, and the kernels need not check for it
         return {"codes": codes, "scales": scales}
     assert isinstance(matrix, Grouped)
     codes, off = unpack(matrix.codes[rows], matrix.bits, matrix.shape[1]), taken_off(matrix)
@@ -312,7 +318,7 @@ def parts_of(matrix: StoredMatrix, rows: slice) -> dict[str, Array]:
 
 
 def multiplied(values: Array, supers: Array | None, rows: slice) -> Array:
-    """Scales or minima of some rows as they are meant, in as few bits as they have or as float32."""
+    """Return scales or minima of some rows: as stored, or multiplied by their super scales as float32."""
     if supers is None:
         return values[rows]
     factors = supers[rows].astype(np.float32)  # [rows, super]
@@ -321,8 +327,8 @@ def multiplied(values: Array, supers: Array | None, rows: slice) -> Array:
 
 
 def lanes_of(codes: Array) -> Array:
-    """Codes of 4 bits [rows, in] uint8 -> [rows, in / STEP] uint32: those of even inputs in the lower half, of odd ones
-    in the upper half, in rising order from the lowest bits on."""
+    """Pack codes of 4 bits [rows, in] uint8 into [rows, in / STEP] uint32: even inputs in the lower half, odd ones in
+    the upper half, in rising order from the lowest bits."""
     steps = codes.reshape(len(codes), -1, STEP)
     packed = np.empty((*steps.shape[:2], 4), np.uint8)  # the bytes of a lane
     packed[:, :, :2] = steps[:, :, 0::4] | steps[:, :, 2::4] << np.uint8(4)
@@ -335,9 +341,9 @@ def lanes_of(codes: Array) -> Array:
 
 @kernel(parallel=True)
 def _multiply(x_address, tokens, out_address, num_threads, layout, like, number, code):
-    """x [tokens, in] and out [tokens, tiles * ROWS] are numbers like `like`; `number` is the type to multiply in
-    (`number_type`), that of `code` says what codes are: of 4 bits (uint32), whole numbers (int8) or floats (uint8) of 8
-    bits."""
+    """Multiply x [tokens, in] by the matrix into out [tokens, tiles * ROWS]; both hold numbers like `like`. `number`:
+    the type to multiply in (`number_type`). `code`: the type of the codes: uint32 for 4 bits, int8 for integers or
+    uint8 for floats of 8 bits."""
     is_copied = layout.places != 0 or _differ(number, like)
     copy = _empty(tokens * layout.num_pieces * layout.piece if is_copied else 0, number)
     sums = np.empty(tokens * layout.num_pieces if layout.zeros or layout.minima else 0, np.float32)
@@ -351,8 +357,8 @@ def _multiply(x_address, tokens, out_address, num_threads, layout, like, number,
 
 @kernel(parallel=True)
 def _prepare(x_address, tokens, layout, copy, sums, like):
-    """What the kernel reads: inputs in the order of the pieces, as it takes them, and each piece's sum; `copy` and
-    `sums` are empty where they are not needed."""
+    """Prepare the kernel's input: the inputs converted and in the order of the pieces (`copy`), and each piece's sum
+    (`sums`). Each of them is skipped if it is empty."""
     if tokens <= FEW:
         for t in range(tokens):
             _prepare_token(x_address, t, layout, copy, sums, like)
@@ -385,7 +391,7 @@ def _prepare_token(x_address, token, layout, copy, sums, like):
 
 
 def _multiply_tile(tile, x, tokens, sums, out, layout, like, number, code) -> None:
-    """One tile times all tokens. (In compiled code.)
+    """Multiply one tile by all tokens. (Only in compiled code.)
 
     `x` [tokens, pieces * piece] like `number`, `sums` [tokens, pieces] float32, and `out` [tokens, tiles, ROWS] like
     `like` are addresses.
@@ -394,7 +400,7 @@ def _multiply_tile(tile, x, tokens, sums, out, layout, like, number, code) -> No
 
 
 def _itemsize(like: Any) -> int:
-    """Bytes of such a number."""
+    """Return the bytes of a number like `like`."""
     raise NotImplementedError("for compiled code")
 
 
@@ -416,7 +422,7 @@ def _differ_in_type(one, other):
 
 
 def _empty(size: Any, like: Any) -> Any:
-    """[size] of the type of `like`; None: float32."""
+    """Return an empty array [size] of the type of `like`; float32 for None."""
     raise NotImplementedError("for compiled code")
 
 
@@ -427,7 +433,7 @@ def _empty_like(size, like):
 
 
 def _converted(value: Any, like: Any) -> Any:
-    """An input as the kernel takes it."""
+    """Return an input in the type of `like`."""
     raise NotImplementedError("for compiled code")
 
 
@@ -446,7 +452,7 @@ def _tile_kernel(tile, x, tokens, sums, out, layout, like, number, code):
 
 
 def _multiply_tile_plainly(tile, x, tokens, sums, out, layout, like, number, code):
-    """8 inputs of 16 rows at a time are made floats of; then each token takes them."""
+    """Convert 8 inputs of 16 rows at a time to floats, and multiply them by each token's inputs."""
     pieces, piece = layout.num_pieces, layout.piece
     inputs, sums_of_x = (
         array_at(x, tokens * pieces * piece, np.float32(0)),
@@ -490,7 +496,7 @@ def _multiply_tile_plainly(tile, x, tokens, sums, out, layout, like, number, cod
 
 
 def _decode(piece: Any, step: Any, code: Any, table: Any, weights: Any) -> None:
-    """Weights [STEP, ROWS], before the scale, of some inputs of a tile. (In compiled code.)"""
+    """Decode the weights [STEP, ROWS], before scaling, of some inputs of a tile. (Only in compiled code.)"""
     raise NotImplementedError("for compiled code")
 
 
@@ -498,7 +504,7 @@ def _decode(piece: Any, step: Any, code: Any, table: Any, weights: Any) -> None:
 def _decode_step(piece, step, code, table, weights):
     def nibbles(piece, step, code, table, weights):
         lanes = array_at(piece + step * ROWS * 4, ROWS, code)
-        is_whole = True  # the values are whole numbers in a row: these need not be looked up
+        is_whole = True  # the values are consecutive integers, which need no lookup
         for i in range(16):
             is_whole &= table[i] == table[0] + np.float32(i)
         for i in range(STEP):
@@ -520,7 +526,7 @@ def _decode_step(piece, step, code, table, weights):
 
 
 def _float_of(code: Any) -> Any:
-    """What a code of 8 bits stands for. (In compiled code.)"""
+    """Return the value of a code of 8 bits. (Only in compiled code.)"""
     raise NotImplementedError("for compiled code")
 
 
@@ -548,13 +554,13 @@ def _multiply_tile_by_instructions(typingctx, tile, x, tokens, sums, out, layout
 
 
 class TileKernel(Vectors):
-    """Writes the product of a tile and all tokens, in LLVM's language.
+    """A writer of the product of a tile and all tokens, in LLVM's language.
 
-    A vector has a number for each of 16 rows; those to multiply pairs by have two, of neighbouring inputs.
+    A vector has one number for each of 16 rows. A vector of pairs has two, for neighbouring inputs.
     """
 
     def __init__(self, builder, tile, x, tokens, sums, out, layout, like, number, code) -> None:
-        """Numbers in the program: `tile` to `layout`. Types: `like` to `code`."""
+        """`tile` to `layout` are values in the program, `like` to `code` are types."""
         super().__init__(builder)
         self.layout = layout
         self.tile, self.x, self.tokens, self.sums, self.out = tile, x, tokens, sums, out
@@ -587,7 +593,7 @@ class TileKernel(Vectors):
             done = b.add(done, b.mul(blocks, BITS64(count)))
 
     def add_piece(self, piece, inputs, sums, totals) -> None:
-        """`inputs` and `sums`: where those of each token begin."""
+        """Add a piece's products to the totals. `inputs` and `sums`: the addresses at which each token's begin."""
         b = self.builder
         chains = [[self.variable() for _ in range(min(CHAINS, max(TOKENS) // len(inputs)))] for _ in inputs]
         steps = b.udiv(self.layout.piece, BITS64(STEP))
@@ -610,7 +616,7 @@ class TileKernel(Vectors):
             self.add_sums(self.scale(b.add(codes, self.layout.minima)), piece, sums, totals)
 
     def add_step(self, codes, inputs, chains) -> None:
-        """8 inputs of each token; `codes` and `inputs`: where they are."""
+        """Add the products of 8 inputs of each token. `codes` and `inputs`: their addresses."""
         together = 2 if self.in_pairs else 1
         for i in range(0, STEP, together):
             weights = self.pairs(codes, i) if self.in_pairs else self.weights(codes, i)
@@ -619,7 +625,7 @@ class TileKernel(Vectors):
                 self.add_product(chain[i // together % len(chain)], weights, x)
 
     def pairs(self, codes, i):
-        """The weights of inputs i and i + 1 in bfloat16, one beside the other."""
+        """Return the weights of inputs i and i + 1 in bfloat16, side by side."""
         b = self.builder
         if self.code == types.uint32:
             places = b.lshr(self.load(codes, PAIRS), self.all_of(PAIRS, 2 * i))
@@ -628,7 +634,7 @@ class TileKernel(Vectors):
         return b.bitcast(b.or_(b.lshr(low, self.all_of(INTEGERS, 16)), high), PAIRS)  # 8 bits fit: nothing is cut off
 
     def weights(self, codes, i):
-        """The weights of input i in float32, before the scale."""
+        """Return the weights of input i in float32, before scaling."""
         b = self.builder
         if self.code == types.uint32:
             shift = self.all_of(INTEGERS, 4 * (i // 2) + 16 * (i % 2))
@@ -642,13 +648,13 @@ class TileKernel(Vectors):
         return b.fmul(b.bitcast(bits, FLOATS), self.all_of(FLOATS, E4M3_SCALE))
 
     def add_sums(self, factor, piece, sums, variables) -> None:
-        """To each token's variable, a factor times the sum of the piece's inputs."""
+        """Add to each token's variable the factor times the sum of the piece's inputs."""
         for each, variable in zip(sums, variables, strict=True):
             x = self.spread(self.load(self.place(each, piece, 4), ir.FloatType()))
             self.add_product(variable, factor, x)
 
     def scale(self, address):
-        """Scales or minima of a piece in float32."""
+        """Return scales or minima of a piece in float32."""
         b, scale = self.builder, self.variable()
         with b.if_else(b.trunc(self.layout.has_half, ir.IntType(1))) as (half, whole):
             with half:

@@ -1,24 +1,24 @@
-"""A prompt's attention on a CPU with vectors of 512 bits: matrix products on tiles, read where keys and values lie.
+"""A prompt's attention on a CPU with vectors of 512 bits: matrix products on tiles of keys and values in the cache.
 
-A *row* is one query of one head; the heads that share a key/value head are neighbours, so that keys and values are
-fetched once for all of them. Each of the 16 lanes of a vector is a row, and ROWS rows go together:
+A *row* is one query of one head. The heads that share a key/value head are adjacent rows, so that keys and values are
+fetched once for all of them. Each of the 16 lanes of a vector is a row, and ROWS rows are computed together:
 
-    S = K @ Q.T   [keys, rows]    keys as they lie in their block, queries turned over once
+    S = K @ Q.T   [keys, rows]    keys as stored in their block, queries transposed once
     P = 2 ** (S * scale * log2(e) - m), and the largest score m and the sum l of each row
-    O += V.T @ P  [head_dim, rows]    values of two neighbouring keys side by side, made so once a tile
+    O += V.T @ P  [head_dim, rows]    values of two neighbouring keys interleaved, once per tile
 
-The largest score and the sum of a row are then those of a lane: nothing is ever added up across lanes. In bfloat16 one
+The largest score and the sum of a row then belong to one lane: nothing is ever summed across lanes. In bfloat16 one
 instruction (vdpbf16ps) multiplies two numbers of each lane by two and adds both products to a float32. So P is rounded
 to bfloat16; scores, sums and results are float32. The sums of 8 keys (or dimensions) and 3 vectors of rows are kept in
-24 of the 32 registers: 3 vectors are loaded for 24 such instructions, and what they are multiplied by is one number for
-all lanes, which is read from the cache as part of the instruction.
+24 of the 32 registers. Each 24 such instructions load 3 vectors. Their other factor is one number for all lanes, which
+the instruction itself reads from the cache.
 
-What there is to do is cut into items of ITEM rows of one key/value head, or of ROWS where threads would have none.
-Each thread takes the next item when it has finished one, a sequence's longest first: a thread that shares its core with
-another process takes fewer of them.
+The work is cut into items of ITEM rows of one key/value head, or of ROWS if there would not be an item for each thread.
+Each thread takes the next item when it has finished one, and a sequence's longest items come first. So a thread that
+shares its core with another process takes fewer items.
 
-A row's result does not depend on the others, if all values are finite: tiles of keys begin at multiples of TILE,
-whatever chunk the row is in. (A chunk of one query is computed as decoding is, whose last bits are others.)
+If all values are finite, a row's result does not depend on the other rows: tiles of keys begin at multiples of TILE, in
+any chunk. (A chunk of one query is computed like decoding, whose last bits differ.)
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, call-arg, attr-defined"
@@ -44,17 +44,17 @@ from minipaged.fast.cpu.vectors import BITS8, BITS32, BITS64, FLOATS, INTEGERS, 
 
 VECTORS = 3
 ROWS = LANES * VECTORS
-"""Rows whose sums are in registers together."""
+"""The number of rows whose sums are in registers together."""
 TOGETHER = 8
-"""Keys, or dimensions, of which they are."""
+"""The number of keys, or dimensions, whose sums are in registers together."""
 TILE = 64
 """Keys between two updates of a row's largest score: scores, keys, values and queries fit the nearest cache."""
 ITEM = 4 * ROWS
-"""Rows for which a tile of keys is fetched."""
+"""The number of rows that share each tile of keys that is fetched."""
 QUERY_TILE = 256
 KEY_TILE = 1024
-"""Without vectors of 512 bits, queries and keys of one product of the library's: large enough to be fast, and the
-scores fit the cache."""
+"""The numbers of queries and keys in one product of the library's, without vectors of 512 bits: large enough to be
+fast, small enough for the scores to fit the cache."""
 
 
 def paged_prefill(
@@ -70,7 +70,7 @@ def paged_prefill(
     *,
     max_query_len: int,
 ) -> Tensor:
-    """See `minipaged.fast.kernels`. The sequences with one query are left to `paged_decode`."""
+    """See `minipaged.fast.kernels`. Sequences with one query are computed by `paged_decode`."""
     out = torch.empty_like(query)
     single = np.flatnonzero(np.diff(query_start.numpy()) == 1)  # [sequences with one query]
     if len(single):
@@ -101,8 +101,8 @@ def _prefill_by_library(
     kv_scales: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Without such instructions the products are the library's, in float32: keys and values are gathered KEY_TILE at a
-    time, and the online softmax runs over those tiles."""
+    """Prefill without vectors of 512 bits. The products are the library's, in float32: keys and values are gathered
+    KEY_TILE at a time, and the online softmax runs over those tiles."""
     query_lens = query_start[1:] - query_start[:-1]  # [seqs]
     for s in torch.nonzero(query_lens > 1)[:, 0].tolist():
         begin, end, context_len = int(query_start[s]), int(query_start[s + 1]), int(context_lens[s])
@@ -125,7 +125,8 @@ def _prefill_tile(
     context_len: int,
     scale: float,
 ) -> Tensor:
-    """Up to QUERY_TILE queries [T, heads, head_dim] of one sequence, the first of them at position `first`."""
+    """Attention of up to QUERY_TILE queries [T, heads, head_dim] of one sequence, the first of them at position
+    `first`."""
     T, heads, head_dim = query.shape
     kv_heads, block_size = keys.shape[1], keys.shape[2]
     group = heads // kv_heads
@@ -135,8 +136,8 @@ def _prefill_tile(
     m = torch.full((kv_heads, T * group, 1), -torch.inf)
     l = torch.zeros(kv_heads, T * group, 1)  # noqa: E741
     o = torch.zeros(kv_heads, T * group, head_dim)
-    seen = min(context_len, first + T)  # keys past it lie after every query
-    step = max(1, KEY_TILE // block_size)  # blocks of a tile
+    seen = min(context_len, first + T)  # keys past it are after every query
+    step = max(1, KEY_TILE // block_size)  # the number of blocks in a tile
     key_scales, value_scales = (None, None) if kv_scales is None else kv_scales.unbind(1)
     like = as_array(query)
     for j in range(0, -(-seen // block_size), step):
@@ -144,7 +145,7 @@ def _prefill_tile(
         K = _gather(keys, key_scales, blocks[j : j + step], stop - start, like)  # [kv_heads, keys, head_dim]
         V = _gather(values, value_scales, blocks[j : j + step], stop - start, like)  # [kv_heads, keys, head_dim]
         scores = q @ K.mT  # [kv_heads, T * group, keys]
-        if stop > first + 1:  # the first query, at least, must not see all of them
+        if stop > first + 1:  # some keys are after the first query
             scores.masked_fill_(torch.arange(start, stop) > position[:, None], -torch.inf)
         m_new = torch.maximum(m, scores.amax(-1, keepdim=True))
         fade = torch.exp(m - m_new)
@@ -157,7 +158,7 @@ def _prefill_tile(
 
 
 def _gather(pool: Tensor, scales: Tensor | None, blocks: Tensor, num_keys: int, like: Any) -> Tensor:
-    """The first `num_keys` keys (or values) of these blocks, float32 [kv_heads, num_keys, head_dim].
+    """Return the first `num_keys` keys (or values) of these blocks, float32 [kv_heads, num_keys, head_dim].
 
     like: an array of the type that the model computes in.
     """
@@ -180,7 +181,8 @@ def _gather(pool: Tensor, scales: Tensor | None, blocks: Tensor, num_keys: int, 
 
 @kernel()
 def _read_heads(pool, scales, kind, block_stride, head_stride, block_size, table, size, like, tiles):
-    """The first `size` keys (or values) of a table, of every head, into `tiles` [kv_heads, size or more, head_dim]."""
+    """Read the first `size` keys (or values) of a table, of every head, into `tiles`
+    [kv_heads, size or more, head_dim]."""
     for h in range(len(tiles)):
         head, head_scales = pool + h * head_stride, scales + h * block_size * SCALE_BYTES
         read_tile(head, head_scales, kind, block_stride, block_size, table, 0, size, like, tiles[h])
@@ -188,12 +190,12 @@ def _read_heads(pool, scales, kind, block_stride, head_stride, block_size, table
 
 @kernel(parallel=True, error_model="numpy")
 def _prefill(query, pool, where, scale, num_threads, number, out):
-    """query, out: [tokens, heads, head_dim]. where: tables, rows, query_start, context_lens. `number`: the type to
-    multiply in."""
+    """Attention of prompts. query, out: [tokens, heads, head_dim]. where: tables, rows, query_start, context_lens.
+    `number`: the type to multiply in."""
     _, rows, query_start, _ = where
     group = query.shape[1] // pool.kv_heads
     item_rows = ITEM if len(query) * query.shape[1] >= num_threads * ITEM else ROWS
-    first_item = np.zeros(len(rows) + 1, np.int64)  # of each sequence; those with one query have none
+    first_item = np.zeros(len(rows) + 1, np.int64)  # each sequence's first item; those with one query have no items
     for s in range(len(rows)):
         n = np.int64(query_start[s + 1] - query_start[s])
         items = (n * group + item_rows - 1) // item_rows * pool.kv_heads if n > 1 else 0
@@ -205,7 +207,7 @@ def _prefill(query, pool, where, scale, num_threads, number, out):
 
 @inner(error_model="numpy")
 def _work(query, pool, where, scale, first_item, item_rows, taken, number, out):
-    """Take items, of up to `item_rows` rows, until there are none left."""
+    """Take items, of up to `item_rows` rows each, until none are left."""
     tables, rows, query_start, context_lens = where
     head_dim, kv_heads = query.shape[2], pool.kv_heads
     blocks, wide = ITEM // ROWS, head_dim + -head_dim % TOGETHER
@@ -213,9 +215,9 @@ def _work(query, pool, where, scale, first_item, item_rows, taken, number, out):
     o = _aligned(blocks * wide * ROWS).reshape(blocks, wide, ROWS)
     m_l = _aligned(blocks * 2 * ROWS).reshape(blocks, 2, ROWS)
     limits = np.empty((blocks, ROWS), np.int32)
-    # Rows lie head_dim apart. What is behind the last one is multiplied too, into sums that nobody looks at.
+    # Rows are head_dim apart. Numbers past the last row are multiplied too, into sums that are not used.
     k, v = _aligned(TILE * wide).reshape(TILE, wide), _aligned(TILE * wide).reshape(TILE, wide)
-    scores = _aligned(TILE * max(ROWS, head_dim))  # and, before there are any, values as they lie
+    scores = _aligned(TILE * max(ROWS, head_dim))  # before there are scores, it holds values as stored
     s = 0
     while True:
         item: Any = _take(taken.ctypes.data)
@@ -245,7 +247,7 @@ def _work(query, pool, where, scale, first_item, item_rows, taken, number, out):
 
 @inner()
 def _aligned(size):
-    """[size] float32, at the beginning of a line of the cache."""
+    """Return [size] float32 that begin at a line of the cache."""
     room = np.empty(size + LANES, np.float32)
     first = -room.ctypes.data % 64 // 4
     return room[first : first + size]
@@ -253,9 +255,10 @@ def _aligned(size):
 
 @inner(error_model="numpy")
 def _attend(query, pool, h, table, first, most, context_len, scale, number, q, o, m_l, limits, k, v, scores, out):
-    """Up to `most` rows from `first` on of key/value head h. query, out: [queries, heads, head_dim] of one sequence.
+    """Attend to a sequence with up to `most` rows of key/value head h, from row `first` on. query, out:
+    [queries, heads, head_dim] of the sequence.
 
-    What follows `number` is scratch memory.
+    The arguments after `number`, except `out`, are scratch memory.
     """
     head_dim, group = query.shape[2], query.shape[1] // pool.kv_heads
     num_rows = min(most, len(query) * group - first)
@@ -263,7 +266,7 @@ def _attend(query, pool, h, table, first, most, context_len, scale, number, q, o
     before = context_len - len(query)
     for r in range(blocks * ROWS):
         b, i = r // ROWS, r % ROWS
-        row = first + min(r, num_rows - 1)  # the last one again, where there is none
+        row = first + min(r, num_rows - 1)  # padding repeats the last row
         limits[b, i] = before + row // group + 1
         _turn(query[row // group, h * group + row % group], q[b], i, number)
         m_l[b, 0, i], m_l[b, 1, i] = LOWEST, 0
@@ -295,7 +298,7 @@ def _attend(query, pool, h, table, first, most, context_len, scale, number, q, o
 
 @intrinsic
 def _take(typingctx, address):
-    """The number at an address, which is one more then, whoever else is doing the same."""
+    """Atomically increment the number at an address, and return its old value."""
 
     def codegen(context, builder, signature, arguments):
         pointer = builder.inttoptr(arguments[0], BITS64.as_pointer())
@@ -305,7 +308,8 @@ def _take(typingctx, address):
 
 
 def _turn(row: Any, q: Any, i: Any, number: Any) -> None:
-    """Query `row` [head_dim] becomes lane i of q [head_dim, ROWS]. (In compiled code, as those that follow.)"""
+    """Store query `row` [head_dim] as lane i of q [head_dim, ROWS]. (Only in compiled code, like the functions
+    below.)"""
     raise NotImplementedError("for compiled code")
 
 
@@ -324,7 +328,7 @@ def _turn_query(row, q, i, number):
 
 
 def _read_keys(pool: Any, h: Any, table: Any, start: Any, size: Any, like: Any, k: Any, number: Any) -> None:
-    """`size` keys from position `start` on, one after another, to the beginning of k."""
+    """Copy `size` keys from position `start` on, one after another, to the beginning of k."""
     raise NotImplementedError("for compiled code")
 
 
@@ -344,7 +348,7 @@ def _read_keys_as(pool, h, table, start, size, like, k, number):
 def _read_values(
     pool: Any, h: Any, table: Any, start: Any, size: Any, like: Any, v: Any, room: Any, number: Any
 ) -> None:
-    """`size` values from position `start` on, to v; up to a multiple of TOGETHER there are zeros behind them."""
+    """Copy `size` values from position `start` on to v, and pad them with zeros to a multiple of TOGETHER."""
     raise NotImplementedError("for compiled code")
 
 
@@ -379,7 +383,7 @@ def _read_values_as(pool, h, table, start, size, like, v, room, number):
 
 @inner()
 def _copy(pool, head, table, start, size, row_bytes, address):
-    """Keys (or values) as they are, block after block, to an address. `head`: where the head's first one is."""
+    """Copy keys (or values) unchanged, block by block, to an address. `head`: the address of the head's first block."""
     j, block, offset = 0, start // pool.block_size, start % pool.block_size
     while j < size:
         there = min(pool.block_size - offset, size - j)
@@ -390,7 +394,7 @@ def _copy(pool, head, table, start, size, row_bytes, address):
 
 @intrinsic
 def _copy_bytes(typingctx, to, source, size):
-    """From one address to another."""
+    """Copy `size` bytes from address `source` to address `to`."""
 
     def codegen(context, builder, signature, arguments):
         to, source = (builder.inttoptr(address, BITS8.as_pointer()) for address in arguments[:2])
@@ -402,8 +406,8 @@ def _copy_bytes(typingctx, to, source, size):
 
 @intrinsic
 def _attend_tile(typingctx, q, k, v, scores, o, m_l, limits, start, size, head_dim, masks, scale, number):
-    """ROWS rows and a tile of `size` keys, a multiple of TOGETHER. The first 7 are addresses; `masks`: whether some of
-    the keys are not for some of the rows."""
+    """Attend with ROWS rows to a tile of `size` keys, a multiple of TOGETHER. The first 7 arguments are addresses.
+    `masks`: whether some rows must not attend to some of the keys."""
 
     def codegen(context, builder, signature, arguments):
         Attention(builder, *arguments[:12], number == types.uint16).write()
@@ -413,10 +417,10 @@ def _attend_tile(typingctx, q, k, v, scores, o, m_l, limits, start, size, head_d
 
 
 class Attention(Vectors):
-    """Writes the attention of a block of rows to a tile of keys, in LLVM's language."""
+    """A writer of the attention of a block of rows to a tile of keys, in LLVM's language."""
 
     def __init__(self, builder, q, k, v, scores, o, m_l, limits, start, size, head_dim, masks, scale, in_pairs) -> None:
-        """Numbers in the program, but for `in_pairs`: whether it multiplies pairs of bfloat16."""
+        """All arguments are values in the program, except `in_pairs`: whether it multiplies pairs of bfloat16."""
         super().__init__(builder)
         self.q, self.k, self.v, self.scores, self.o, self.m_l, self.limits = q, k, v, scores, o, m_l, limits
         self.start, self.size, self.head_dim, self.masks, self.scale = start, size, head_dim, masks, scale
@@ -446,7 +450,7 @@ class Attention(Vectors):
             self.add_values(b.mul(loop.index, BITS64(TOGETHER)), fade)
 
     def write_scores(self, first, scale, highest) -> None:
-        """Of the keys from `first` on."""
+        """Write the scores of the TOGETHER keys from `first` on."""
         b = self.builder
         row_bytes = b.mul(self.head_dim, BITS64(2 if self.in_pairs else 4))
         keys = [b.add(self.k, b.mul(b.add(first, BITS64(j)), row_bytes)) for j in range(TOGETHER)]
@@ -473,7 +477,8 @@ class Attention(Vectors):
                 b.store(b.select(b.fcmp_ordered(">", score, m), score, m), highest[i])
 
     def write_weights(self, step, m, totals) -> None:
-        """Of one key, or of two: in bfloat16 they lie side by side, where the scores of the first were, or before."""
+        """Write the weights of one key, or in bfloat16 of two, side by side. They overwrite scores that have already
+        been read."""
         b, keys = self.builder, 2 if self.in_pairs else 1
         for i in range(VECTORS):
             at = self.place(self.scores, step, 4 * ROWS * keys)
@@ -481,7 +486,7 @@ class Attention(Vectors):
             for weight in weights:
                 b.store(b.fadd(b.load(totals[i]), weight), totals[i])
             to = self.place(self.scores, step, 4 * ROWS)
-            if self.in_pairs:  # rounded to the nearest: half a unit of the last place is added, and the rest cut off
+            if self.in_pairs:  # rounded to nearest: adds half a unit in the last place, and truncates
                 half = self.all_of(INTEGERS, 0x8000)
                 low, high = (b.add(b.bitcast(weight, INTEGERS), half) for weight in weights)
                 upper = b.and_(high, self.all_of(INTEGERS, 0xFFFF0000))
@@ -490,7 +495,7 @@ class Attention(Vectors):
                 self.store(weights[0], to, 64 * i)
 
     def add_values(self, first, fade) -> None:
-        """To the sums of the dimensions from `first` on."""
+        """Add the weighted values to the sums of the TOGETHER dimensions from `first` on."""
         b = self.builder
         places = [self.place(self.o, b.add(first, BITS64(j)), 4 * ROWS) for j in range(TOGETHER)]
         sums = [[self.variable() for _ in range(VECTORS)] for _ in places]
@@ -508,14 +513,14 @@ class Attention(Vectors):
                 self.store(b.load(total), place, 64 * i)
 
     def halved(self, size):
-        """How many pairs that is; or floats."""
+        """Return the number of pairs in `size` numbers; without pairs, `size`."""
         return self.builder.lshr(size, BITS64(1)) if self.in_pairs else size
 
     def vectors(self, address):
         return [self.load(address, PAIRS if self.in_pairs else FLOATS, 64 * i) for i in range(VECTORS)]
 
     def add_products(self, totals, rows, address) -> None:
-        """Of each vector of rows and the number, or pair, at an address."""
+        """Add to `totals` the products of each vector of rows and the number, or pair, at an address."""
         number = self.spread(self.load(address, BITS32 if self.in_pairs else ir.FloatType()))
         for total, row in zip(totals, rows, strict=True):
             self.add_product(total, row, number)

@@ -121,11 +121,13 @@ class KVCacheKernels(Protocol):
     `keys` and `values` are one layer's views of it, [num_blocks, kv_heads, block_size, head_dim], with equal strides.
 
     In an 8-bit cache, `keys` and `values` are int8, or e4m3 floats as their bits in uint8. `kv_scales` is the layer's
-    [num_blocks, 2, kv_heads, block_size] float32; the 2 is keys, values, and its blocks are as many bytes apart as the
-    keys' blocks. The kernels divide, in float32, by a scale for each token and head: its largest absolute value over
-    127 (int8) or 448 (e4m3), at least the smallest normal float32, and NaN if a number is NaN. Or they divide by the
-    layer's `static_scales` [2, kv_heads] float32, 2: keys, values. Then numbers too large for the code are clamped to
-    the largest code, and if a number is infinite or NaN, so is the stored scale.
+    [num_blocks, 2, kv_heads, block_size] float32; the 2 is keys, values. Its blocks have the same stride in bytes as
+    the keys' blocks. The kernels divide numbers, in float32, by a scale.
+
+    - Without `static_scales`, each token and head has its own: its largest absolute value over 127 (int8) or 448
+      (e4m3), at least the smallest normal float32, and NaN if a number is NaN.
+    - `static_scales` [2, kv_heads] float32 (2: keys, values) are the layer's. Numbers too large for the code are
+      clamped to the largest code, and if a number is infinite or NaN, so is the stored scale.
     """
 
     def rope_and_write(

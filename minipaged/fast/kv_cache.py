@@ -92,7 +92,7 @@ class KVCache:
         if kv_cache_dtype != "auto":
             if head_dim % 2:
                 raise ValueError(
-                    f"head_dim is {head_dim}; in 8 bits it must be even, so that scales lie at whole words"
+                    f"head_dim is {head_dim}; in 8 bits it must be even, so that scales are aligned to words"
                 )
             stored, block_shape = torch.uint8, (math.prod(block_shape[:-1]) * (4 + head_dim),)  # bytes
         on_gpu = is_gpu(self.device)

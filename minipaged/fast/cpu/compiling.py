@@ -106,7 +106,7 @@ class CompileJob(NamedTuple):
     last: Any
     """The kernel that is compiled last."""
     argument: slice
-    """The arguments of that kernel from which its dtype is read."""
+    """The arguments of the last kernel that determine for which dtype it is compiled."""
     num_kernels: int
 
 

@@ -113,7 +113,7 @@ class Decode(Vectors):
         return [b.load(total) for total in sums]
 
     def joined(self, vectors):
-        """Return one vector with the sum of each of LANES vectors in its lane."""
+        """Reduce LANES vectors to one, whose lane i is the sum over vector i."""
         b, half = self.builder, LANES // 2
         while half:
             starts = range(0, 2 * LANES, 2 * half)

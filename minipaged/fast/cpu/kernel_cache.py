@@ -57,8 +57,8 @@ def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 def _warn(error: Exception) -> None:
     """Warns once that kernels cannot be kept, since every kernel calls this."""
     warnings.warn(
-        f"compiled kernels cannot be kept, so each start will compile them ({error}); let MINIPAGED_CACHE name a "
-        "folder that can be written to",
+        f"compiled kernels cannot be kept, so each start will compile them ({error}); set MINIPAGED_CACHE to a "
+        "writable folder",
         stacklevel=1,
     )
 

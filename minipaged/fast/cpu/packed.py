@@ -85,8 +85,8 @@ TOKENS = (8, 4, 2, 1)
 """The numbers of tokens that share the looked-up weights. More tokens are computed in such blocks, one after another.
 (12 are 2 % faster than 8.)"""
 CHAINS = 4
-"""The number of sums that are added to in turn when there are few tokens: an addition takes 6 cycles, and one can start
-in each cycle."""
+"""The number of independent sums per row when there are few tokens: an addition takes 6 cycles, and one can start in
+each cycle."""
 FEW = 4
 """The number of tokens up to which one thread prepares them sooner than a second one wakes up."""
 AT_ONCE = 2**21
@@ -111,7 +111,7 @@ class Room:
         self._free = np.empty(0, np.uint8)
 
     def take(self, size: int) -> Array:
-        """Return [size] uint8 that begin at a line of the cache."""
+        """Return an array [size] of uint8 that begins at a cache line."""
         if size > len(self._free) - LINE:
             self._free = np.empty(max(size, self.SIZE) + LINE, np.uint8)
         first = -self._free.ctypes.data % LINE
@@ -135,12 +135,12 @@ class PackedLayout(NamedTuple):
     zeros: int
     minima: int
     places: int
-    """An address: the input at each place of the pieces [pieces * piece] int32, -1 for padding. 0: the inputs are in
-    order."""
+    """The address of the order of the inputs in the pieces: [pieces * piece] int32, -1 for padding. 0: the inputs are
+    in order."""
     bias: int
-    """An address: [tiles * ROWS] float32. 0: no bias."""
+    """The address of the bias, [tiles * ROWS] float32. 0: no bias."""
     table: int
-    """An address: the values of codes of 4 bits, twice, as bfloat16 or float32."""
+    """The address of the values of 4-bit codes, stored twice in a row, as bfloat16 or float32."""
     tiles: int
     """The address of the records."""
 
@@ -250,8 +250,7 @@ class PackedMatrix(Matrix):
 
 
 def pieces_of(matrix: StoredMatrix) -> tuple[Array, Array]:
-    """Return the inputs of each piece [pieces, inputs of a piece] int32, -1 for padding, and each piece's group
-    [pieces]."""
+    """Return each piece's inputs [pieces, inputs of a piece] int32, -1 for padding; and each piece's group [pieces]."""
     num_inputs = matrix.shape[1]
     size = matrix.block[1] if isinstance(matrix, Float8) else matrix.group_size
     size = max(1, min(size, num_inputs))

@@ -211,7 +211,7 @@ def _work(query, pool, where, scale, first_item, item_rows, taken, number, out):
     tables, rows, query_start, context_lens = where
     head_dim, kv_heads = query.shape[2], pool.kv_heads
     blocks, wide = ITEM // ROWS, head_dim + -head_dim % TOGETHER
-    q = _aligned(blocks * head_dim * ROWS).reshape(blocks, head_dim, ROWS)  # or half as many pairs
+    q = _aligned(blocks * head_dim * ROWS).reshape(blocks, head_dim, ROWS)  # or half this number of pairs
     o = _aligned(blocks * wide * ROWS).reshape(blocks, wide, ROWS)
     m_l = _aligned(blocks * 2 * ROWS).reshape(blocks, 2, ROWS)
     limits = np.empty((blocks, ROWS), np.int32)
@@ -247,7 +247,7 @@ def _work(query, pool, where, scale, first_item, item_rows, taken, number, out):
 
 @inner()
 def _aligned(size):
-    """Return [size] float32 that begin at a line of the cache."""
+    """Return an array [size] of float32 that begins at a cache line."""
     room = np.empty(size + LANES, np.float32)
     first = -room.ctypes.data % 64 // 4
     return room[first : first + size]
@@ -450,7 +450,7 @@ class Attention(Vectors):
             self.add_values(b.mul(loop.index, BITS64(TOGETHER)), fade)
 
     def write_scores(self, first, scale, highest) -> None:
-        """Write the scores of the TOGETHER keys from `first` on."""
+        """Write the scores of TOGETHER keys, beginning with key `first`."""
         b = self.builder
         row_bytes = b.mul(self.head_dim, BITS64(2 if self.in_pairs else 4))
         keys = [b.add(self.k, b.mul(b.add(first, BITS64(j)), row_bytes)) for j in range(TOGETHER)]
@@ -477,8 +477,8 @@ class Attention(Vectors):
                 b.store(b.select(b.fcmp_ordered(">", score, m), score, m), highest[i])
 
     def write_weights(self, step, m, totals) -> None:
-        """Write the weights of one key, or in bfloat16 of two, side by side. They overwrite scores that have already
-        been read."""
+        """Write the weights of one key (in bfloat16: of two keys, side by side) over scores that have already been
+        read."""
         b, keys = self.builder, 2 if self.in_pairs else 1
         for i in range(VECTORS):
             at = self.place(self.scores, step, 4 * ROWS * keys)
@@ -495,7 +495,7 @@ class Attention(Vectors):
                 self.store(weights[0], to, 64 * i)
 
     def add_values(self, first, fade) -> None:
-        """Add the weighted values to the sums of the TOGETHER dimensions from `first` on."""
+        """Add the weighted values to the sums of TOGETHER dimensions, beginning with dimension `first`."""
         b = self.builder
         places = [self.place(self.o, b.add(first, BITS64(j)), 4 * ROWS) for j in range(TOGETHER)]
         sums = [[self.variable() for _ in range(VECTORS)] for _ in places]

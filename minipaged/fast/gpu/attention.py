@@ -7,7 +7,7 @@ that wait a microsecond for memory unless they have requested much of it ahead. 
 
 - **Rows.** The query heads that share a key/value head read the same keys: they become the rows of one matrix, so that
   K and V are fetched once for all of them, and Q·K is one product. Prefill packs (query, head) pairs in the same way.
-- **Tiles.** A turn of the loop takes 64 keys (fewer if registers are short), whatever the block size: the tile suits
+- **Tiles.** An iteration takes 64 keys (fewer if registers are short), whatever the block size: the tile suits
   the tensor cores, and the block size suits the memory manager. Each key's block is looked up separately, so a tile may
   span 64 blocks of one token or a quarter of a block of 256.
 - **No needless masks.** In most tiles every row sees every key. Only the last tiles (the end of the context, the causal
@@ -179,7 +179,8 @@ def _decode_kernel(
     DIM: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """One program: the query heads of one key/value head of one sequence, over one split of its context.
+    """One program per (key/value head, sequence, split): its rows are the query heads of the key/value head, and it
+    attends to one split of the context.
 
     The split is the slowest axis of the grid, so that programs with nothing to do come last. The key/value head is the
     fastest: neighbouring programs read neighbouring parts of the same block.
@@ -225,7 +226,7 @@ def _decode_kernel(
             q, m, l, o, keys + kv_at, values + kv_at, kv_scales, block, first, end, row,
             scale, block_stride, slot_stride, BLOCK_SIZE, TILE, HEAD_DIM, DIM, MASKED=False,
         )  # fmt: skip
-    # A loop of one turn, so that its loads use shared memory too: in registers they would be the kernel's peak.
+    # A loop of one iteration, so that its loads use shared memory too: in registers they would be the kernel's peak.
     last_seen = tl.full([ROWS], end - 1, tl.int32)
     for first in tl.range(whole, end, TILE, num_stages=2):
         m, l, o = _attend(  # noqa: E741
@@ -275,7 +276,7 @@ def _reduce_kernel(
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """One program: one query head of one sequence. Merges its splits, each weighted by its sum of exponentials."""
+    """One program per (query head, sequence) merges the splits, each weighted by its sum of exponentials."""
     head = tl.program_id(0)
     seq = tl.program_id(1)
     context_len = tl.load(context_lens + seq)
@@ -385,8 +386,8 @@ def _prefill_kernel(
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """One program: ROWS consecutive (query token, head) pairs of one sequence and key/value head, over all keys they
-    see.
+    """One program per (key/value head, tile): its rows are ROWS consecutive (query token, head) pairs of one sequence,
+    and it attends to all keys that they see.
 
     Pair r of a sequence is head r % GROUP of query token r // GROUP.
     """
@@ -473,8 +474,8 @@ def _attend(
     DIM: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """One turn of the paper's loop: attend to the keys at positions first .. first + TILE - 1, except those from `end`
-    on.
+    """One iteration of the paper's loop: attends to the keys at positions first .. first + TILE - 1, except those from
+    `end` on.
 
     Every row must see a key in its first tile: m is finite from then on, so -inf - -inf never occurs.
     """
@@ -537,14 +538,15 @@ def _numbers(codes, dtype: tl.constexpr):
 def _shape(dtype: torch.dtype, dim: int, rows: int, capability: int, in_8_bits: bool) -> dict[str, int]:
     """Return the shape of a program: the keys in a tile, its warps of 32 threads, and the pipeline stages.
 
-    Chosen so that nothing spills: values beyond a thread's 255 registers go to memory and back in every turn. A program
-    holds `rows` × `dim` sums and `rows` × TILE scores, and also the queries if it cannot multiply from shared memory.
-    The stages are divided between two dependent loads, first the block table, then K and V: 5 stages keep two tiles of
-    K and V under way, and their look-ups two turns ahead. If a tile has wide heads, there is room for only 3. An
-    exception is data-centre Blackwell, where Triton 3.7.1 omits a fence with 3 stages, so that the first V may be
-    multiplied before it has arrived (`early_reads` in tests/fast/compile_kernels.py). Hopper has room for 7, three
-    tiles: on an H200 32 sequences of 8,192 tokens took 250 µs instead of 278, and prompts 3 % less. (Heads of 64 gain
-    nothing by it.) Codes of 8 bits are in registers as decoded numbers, so tiles are smaller when there is least room.
+    They are chosen so that nothing spills: values beyond a thread's 255 registers go to memory and back in each
+    iteration. A program holds `rows` × `dim` sums and `rows` × TILE scores, and also the queries if it cannot multiply
+    from shared memory. The stages are divided between two dependent loads, first the block table, then K and V: 5
+    stages keep two tiles of K and V under way, and their look-ups two iterations ahead. If a tile has wide heads, there
+    is room for only 3. An exception is data-centre Blackwell, where Triton 3.7.1 omits a fence with 3 stages, so that
+    the first V may be multiplied before it has arrived (`early_reads` in tests/fast/compile_kernels.py). Hopper has
+    room for 7, three tiles: on an H200 32 sequences of 8,192 tokens took 250 µs instead of 278, and prompts 3 % less.
+    (Heads of 64 gain nothing by it.) Codes of 8 bits are in registers as decoded numbers, so tiles are smaller when
+    there is least room.
     """
     if dtype == torch.float32:  # no tensor cores: sums of single multiplications, which take registers
         few = dim <= 64 and not in_8_bits
@@ -655,17 +657,17 @@ def _check(query: Tensor, keys: Tensor, values: Tensor, kv_scales: Tensor | None
     kv_heads = keys.shape[1]
     if heads % kv_heads or keys.shape[3] != head_dim:
         raise ValueError(
-            f"{heads} query heads of {head_dim} do not go with {kv_heads} key/value heads of {keys.shape[3]}"
+            f"{heads} query heads of {head_dim} do not match {kv_heads} key/value heads of {keys.shape[3]}"
         )
     if keys.shape != values.shape or keys.stride() != values.stride():
         raise ValueError("keys and values must have the same shape and strides: views of one cache")
     if query.stride(2) != 1 or keys.stride(3) != 1:
-        raise ValueError("the elements of one head must lie side by side, in queries and in the cache")
+        raise ValueError("the elements of one head must be contiguous, in queries and in the cache")
     if kv_scales is not None:
         if keys.dtype not in (torch.int8, torch.uint8) or kv_scales[0, 0].shape != keys.shape[1:3]:
-            raise ValueError(f"keys in {keys.dtype} {tuple(keys.shape)} do not go with scales {tuple(kv_scales.shape)}")
+            raise ValueError(f"keys in {keys.dtype} {tuple(keys.shape)} do not match scales {tuple(kv_scales.shape)}")
     elif query.dtype != keys.dtype:
-        raise ValueError(f"queries in {query.dtype} cannot meet keys in {keys.dtype}")
+        raise ValueError(f"queries in {query.dtype} do not match keys in {keys.dtype}")
     if not scale > 0:
         raise ValueError(f"scale must be positive, not {scale}")
     return heads // kv_heads

@@ -60,7 +60,8 @@ def fork_tables(tables: Tensor, forks: Tensor) -> None:
 
 @triton.jit(do_not_specialize=["forks", "table_stride"])
 def _fork_tables(tables, forks, table_stride, PIECE: tl.constexpr):
-    """Program (fork, piece). Pieces past the entries to copy do nothing, because the host does not know the lengths."""
+    """One program per (fork, piece) copies a piece of the parent's row. The host does not know the lengths, so programs
+    past the entries to copy do nothing."""
     fork = tl.program_id(0)
     parent = tl.load(forks + 3 * fork).to(tl.int64)
     child = tl.load(forks + 3 * fork + 1).to(tl.int64)

@@ -83,7 +83,8 @@ def _rope_and_write(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, group): HEADS query heads, or, in the last groups, HEADS key heads and their values.
+    """One program per (token, group) rotates HEADS query heads; in the last groups, it rotates and stores HEADS key
+    heads, and stores their values.
 
     One program per token would leave most of the GPU idle in decoding, where tokens are few.
     """
@@ -160,7 +161,7 @@ def _rotated(heads, d, norm, eps, turn_cos, turn_sin, mask, half_dim: tl.constex
 
 @triton.jit
 def _scale_at(slot, head, block_stride, BLOCK_SIZE: tl.constexpr):
-    """Return the offset of a slot's key scales. Blocks of scales are as many bytes apart as those of codes."""
+    """Return the offset of a slot's key scales. Blocks of scales and of codes have the same stride in bytes."""
     return slot // BLOCK_SIZE * (block_stride // 4) + head * BLOCK_SIZE + slot % BLOCK_SIZE
 
 
@@ -226,7 +227,7 @@ def _write(
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, group): HEADS key heads and their values."""
+    """One program per (token, group) stores HEADS key heads and their values."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     if slot >= 0:
@@ -273,7 +274,7 @@ def _word(bytes_and_address: int) -> torch.dtype:
 
 @triton.jit(do_not_specialize=["pairs"])
 def _copy_blocks(words, pairs, WORDS: tl.constexpr, PIECE: tl.constexpr):
-    """Program pair * pieces + piece: neighbouring programs copy neighbouring pieces of one block.
+    """One program per (pair, piece) copies a piece of a block: neighbouring programs copy neighbouring pieces.
 
     The grid has one dimension, because its second one is limited to 65535. WORDS is fixed for a cache, so as a constant
     it costs one compilation, and the compiler sees whether blocks begin at multiples of 16 bytes.

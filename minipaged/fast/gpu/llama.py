@@ -47,7 +47,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @triton.jit
 def _rms_norm(x, weight, normed, x_stride, eps, HIDDEN: tl.constexpr, WIDTH: tl.constexpr):
-    """Program token: the whole row."""
+    """One program per token normalizes its whole row."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, WIDTH)  # [WIDTH]
     row = tl.load(x + token * x_stride + i, mask=i < HIDDEN, other=0.0)
@@ -78,7 +78,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 def _add_rms_norm(
     x, residual, weight, normed, x_stride, residual_stride, eps, HIDDEN: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Program token: the whole row."""
+    """One program per token adds and normalizes its whole row."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, WIDTH)  # [WIDTH]
     residual_row = residual + token * residual_stride + i
@@ -109,7 +109,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 @triton.jit
 def _swiglu(gate_up, activated, gate_up_stride, INTERMEDIATE: tl.constexpr, TILE: tl.constexpr):
-    """Program (token, tile)."""
+    """One program per (token, tile) computes a tile of the token's row."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * TILE + tl.arange(0, TILE)  # [TILE]
     row = gate_up + token * gate_up_stride + i

@@ -70,17 +70,17 @@ FLOAT8 = tl.constexpr(5)
 """e4m3, multiplied by e4m3."""
 
 STEP = 64
-"""The fewest inputs in a turn of the loop, with few rows: smaller blocks are taken two at a time."""
+"""The fewest inputs in an iteration of the loop, with few rows: smaller blocks are taken two at a time."""
 LARGEST_BLOCK = 128
-"""The most inputs that are summed between two scalings. On Hopper, float8 products are summed that long in one go."""
+"""The most inputs in a block, whose products are summed between two scalings; for float8 on Hopper, in one product."""
 LOADED = 1 << 24
 """The number of codes that are laid out at a time."""
 PROGRAMS_PER_SM = 3
 """The programs per multiprocessor for which inputs are split: while one decodes, the others' loads are under way."""
 MIN_STEPS = 4
-"""The fewest turns in a split: a shorter one costs more to write and add than it saves."""
+"""The fewest iterations in a split: a shorter one costs more to write and add than it saves."""
 MAX_SPLITS = 16
-"""The most splits. Partial sums that are written and read, 8 bytes per number and split, must be small beside the
+"""The most splits. The partial sums, at 8 bytes written and read per number and split, must be small next to the
 weights."""
 SUMMED = 256
 """The outputs that one program adds up."""
@@ -365,7 +365,7 @@ def tile_options(
 
 
 def _steps_a_split(tiles: int, steps: int, num_sms: int) -> int:
-    """Return the turns of each program, such that each multiprocessor gets programs."""
+    """Return the number of loop iterations per split, such that there are programs for all multiprocessors."""
     splits = max(1, min(PROGRAMS_PER_SM * num_sms // tiles, steps // MIN_STEPS, MAX_SPLITS))
     return -(-steps // splits)
 
@@ -401,7 +401,8 @@ def _multiply(
     TILE_OUT: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
-    """Program (outputs, rows, split): a tile of the product, over some of the inputs."""
+    """One program per (tile of outputs, tile of rows, split) computes a tile of the product, over the split's
+    inputs."""
     n = tl.program_id(0) * TILE_OUT + tl.arange(0, TILE_OUT)  # [TILE_OUT]
     m = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)  # [TILE_ROWS]
     split = tl.program_id(2)
@@ -595,7 +596,7 @@ def _finished(y, x_scales, x_zeros, sums, bias, n, m, outputs, rows):
 
 @triton.jit(do_not_specialize=["rows", "splits"])
 def _sum(partial, x_scales, x_zeros, sums, bias, out, rows, outputs, splits, TILE: tl.constexpr):
-    """Program (outputs, row): adds up the splits, always in the same order."""
+    """One program per (tile of outputs, row) adds up the splits, always in the same order."""
     n = tl.program_id(0) * TILE + tl.arange(0, TILE)  # [TILE]
     m = tl.program_id(1)
     y = tl.zeros([TILE], tl.float32)
@@ -613,7 +614,7 @@ def _look_up(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, block): one block of one row."""
+    """One program per (token, block) decodes one block of inputs of one output's weights."""
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     n = tl.load(ids + token) + tl.zeros([1], tl.int64)  # [1]
@@ -666,7 +667,7 @@ def _quantize(
     IS_FLOAT8: tl.constexpr,
     FOUND: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, group): computes the group's scale and codes."""
+    """One program per (token, group) computes the group's scale and codes."""
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     i = tl.arange(0, WIDTH)  # [WIDTH]

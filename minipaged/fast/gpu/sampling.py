@@ -64,7 +64,7 @@ def argmax_logsumexp(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @triton.jit
 def _tile_peaks(logits, tile_tokens, tile_peaks, tile_totals, logits_stride, VOCAB: tl.constexpr, TILE: tl.constexpr):
-    """Program (row, tile): the tile's likeliest token, its logit, and the sum of exp(logit - peak)."""
+    """One program per (row, tile) finds the tile's likeliest token, its logit, and the sum of exp(logit - peak)."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     token = tile * TILE + tl.arange(0, TILE)  # [TILE]
@@ -81,7 +81,8 @@ def _tile_peaks(logits, tile_tokens, tile_peaks, tile_totals, logits_stride, VOC
 def _row_peaks(
     tile_tokens, tile_peaks, tile_totals, token_ids, peaks, log_totals, TILES: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Program row: merges the tiles' results. The tiles' tokens are in rising order, so ties go to the lowest."""
+    """One program per row merges the tiles' results. The tiles' tokens are in rising order, so ties go to the
+    lowest."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, WIDTH)  # [WIDTH]
     tile_peak = tl.load(tile_peaks + row * TILES + tile, mask=tile < TILES, other=-float("inf"))
@@ -178,7 +179,7 @@ def draw_ordered(
 def _tile_totals(
     logits, rows, peaks, temperatures, min_logprobs, totals, logits_stride, VOCAB: tl.constexpr, TILE: tl.constexpr
 ):
-    """Program (distribution, tile): the sum of the tile's weights."""
+    """One program per (distribution, tile) sums the tile's weights."""
     i = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     weight = _weights(i, tile, logits, rows, peaks, temperatures, min_logprobs, logits_stride, VOCAB, TILE)
@@ -205,7 +206,8 @@ def _draw(
     logits, rows, peaks, temperatures, min_logprobs, totals, distributions, uniforms, token_ids, logits_stride,
     VOCAB: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Program draw: finds the tile in which the cumulative weight exceeds the target, then the token within it."""
+    """One program per draw finds the tile in which the cumulative weight exceeds the target, then the token within
+    it."""
     number = tl.program_id(0).to(tl.int64)
     i = tl.load(distributions + number)
     tile = tl.arange(0, WIDTH)  # [WIDTH]

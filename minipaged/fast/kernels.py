@@ -187,7 +187,7 @@ class Linear(Protocol):
     """A linear layer: multiplies by a matrix [out, in] and adds a bias [out] if it has one."""
 
     nbytes: int
-    """The number of bytes that a product reads of the matrix."""
+    """The bytes of the matrix that one product reads."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x times the matrix's transpose, plus the bias. x: [tokens, in] of the model's type; result:

@@ -24,7 +24,7 @@ from numba.extending import intrinsic
 from minipaged.fast.cpu.vectors import BITS32, BITS64, FLOATS, INTEGERS, LANES, OUT_BFLOATS, PAIRS, Vectors
 
 GROUP = 4
-"""The number of queries that share one interleaving of two keys' values."""
+"""The number of queries for which two keys' values are interleaved once."""
 TILE = 64
 """The number of keys between two updates of the largest score."""
 
@@ -55,7 +55,7 @@ def add_values(typingctx, values, size, group, head_dim, p, o):
 
 
 class Decode(Vectors):
-    """A writer of both functions in LLVM's language."""
+    """Writes the instructions of `score_tile` and `add_values`, in LLVM's language."""
 
     def __init__(self, builder, group, head_dim) -> None:
         super().__init__(builder)

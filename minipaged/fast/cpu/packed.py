@@ -131,7 +131,8 @@ class PackedLayout(NamedTuple):
     has_half: int
     """1: scales and minima are float16; 0: float32."""
     scales: int
-    """The offset of the scales in a piece, in bytes; so are `zeros` and `minima`, which are 0 if there are none."""
+    """The offset of the scales in a piece, in bytes. `zeros` and `minima` are offsets too, or 0 if the matrix has
+    none."""
     zeros: int
     minima: int
     places: int
@@ -553,7 +554,7 @@ def _multiply_tile_by_instructions(typingctx, tile, x, tokens, sums, out, layout
 
 
 class TileKernel(Vectors):
-    """A writer of the product of a tile and all tokens, in LLVM's language.
+    """Writes the instructions that multiply a tile by all tokens, in LLVM's language.
 
     A vector has one number for each of 16 rows. A vector of pairs has two, for neighbouring inputs.
     """

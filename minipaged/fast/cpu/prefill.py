@@ -417,7 +417,7 @@ def _attend_tile(typingctx, q, k, v, scores, o, m_l, limits, start, size, head_d
 
 
 class Attention(Vectors):
-    """A writer of the attention of a block of rows to a tile of keys, in LLVM's language."""
+    """Writes the instructions that attend with a block of rows to a tile of keys, in LLVM's language."""
 
     def __init__(self, builder, q, k, v, scores, o, m_l, limits, start, size, head_dim, masks, scale, in_pairs) -> None:
         """All arguments are values in the program, except `in_pairs`: whether it multiplies pairs of bfloat16."""

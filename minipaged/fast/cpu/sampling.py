@@ -39,7 +39,7 @@ SINGLE = np.float32
 TAYLOR_SINGLE = tuple(SINGLE(1 / math.factorial(power)) for power in range(7, -1, -1))
 LN2_HIGH_SINGLE, LN2_LOW_SINGLE = SINGLE(0.693359375), SINGLE(-2.12194440e-4)
 LOWEST_SINGLE = SINGLE(-87.0)
-"""The same constants for float32, with its 24 bits."""
+"""The constants of `_exp_single`: those of `_exp`, for the 24 bits of a float32."""
 
 ZERO, HALF, WORD = np.uint64(0), np.uint64(32), np.uint64(2**32 - 1)
 PHILOX_LEFT, PHILOX_RIGHT = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)

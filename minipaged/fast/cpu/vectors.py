@@ -1,4 +1,4 @@
-"""The processor's vector instructions in compiled loops: a writer of LLVM code.
+"""The processor's vector instructions in compiled loops, written as LLVM code.
 
 LLVM vectorizes a compiled loop where it can. Where the order of the instructions matters (which numbers stay in
 registers, which are multiplied), a kernel is written with the methods below. A vector has 16 float32, or 16 pairs of
@@ -55,13 +55,13 @@ def number_type(dtype: torch.dtype) -> Any:
 
 
 class Vectors:
-    """A writer of vector instructions, one after another. Subclasses write kernels with it."""
+    """Writes vector instructions, one after another. Subclasses write kernels with it."""
 
     def __init__(self, builder) -> None:
         self.builder = builder
 
     def variable(self):
-        """Return the place of a vector that begins as 0. (LLVM makes a register of it.)"""
+        """Return a variable that holds a vector, initially 0. (LLVM keeps it in a register.)"""
         variable = cgutils.alloca_once(self.builder, FLOATS)
         self.builder.store(self.all_of(FLOATS, 0.0), variable)
         return variable

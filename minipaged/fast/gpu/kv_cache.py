@@ -32,8 +32,8 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 512
-"""The elements of one half of the heads that a program rotates: with two warps, each thread loads 8, 16 bytes in
-fp16."""
+"""The elements of one half of the heads that a program rotates: with two warps, each thread loads 8 elements, which are
+16 bytes in fp16."""
 
 SMALLEST_SCALE = tl.constexpr(2.0**-126)
 """The scale of a head of zeros, so that nothing is divided by 0: the smallest normal float32."""

@@ -31,7 +31,8 @@ from minipaged.fast.linear import expanded, quantizing
 from minipaged.models.quantized.stored import StoredMatrix
 
 TILE = 1024
-"""The elements that a program of `swiglu` computes: with four warps, 8 per thread, 16 bytes in half precision."""
+"""The elements that a program of `swiglu` computes: with four warps, each thread has 8 elements, which are 16 bytes in
+half precision."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -700,7 +700,8 @@ def _quantize(
 
 @triton.jit
 def _nearest(values):
-    """Round to integers, ties to even. Numbers as large as the constant have no bits for a fraction."""
+    """Round to integers, ties to even. Adding 1.5 * 2**23 leaves no bits for a fraction, and subtracting it restores
+    the number."""
     return (values + 12582912.0) - 12582912.0
 
 

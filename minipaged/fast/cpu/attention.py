@@ -41,7 +41,7 @@ class KernelPool(NamedTuple):
     values: int
     scales: int
     block_stride: int
-    """The distance between blocks in bytes. `head_stride` is that between heads."""
+    """The distance between blocks in bytes. `head_stride` is the distance between heads."""
     head_stride: int
     kv_heads: int
     block_size: int

@@ -96,8 +96,7 @@ E4M3_BITS, E4M3_SCALE = 0x87F00000, 2.0**120
 and shifted left by 20, it has all fields at float32's places, except for the sign's copies, which the mask removes. The
 factor corrects the exponent's bias."""
 LINE, ALIGNMENT = 64, 32
-"""The bytes of a cache line, at which a matrix begins; and the alignment of pieces, whose size in bytes is a multiple
-of it."""
+"""Alignments in bytes: a matrix begins at a cache line, and each piece at a multiple of ALIGNMENT."""
 
 
 class Room:

@@ -293,7 +293,8 @@ def _largest_but(top_k, scaled):
 
 @inner(error_model="numpy")
 def _lightest_kept(scaled, share):
-    """Return the smallest logit for which all tokens up to it have more than `share` of the probability."""
+    """Return the smallest logit such that the tokens with at most this logit have more than `share` of the
+    probability."""
     weights = _exps(scaled)
     masses = np.zeros(DRAWERS)
     for i in range(len(scaled)):

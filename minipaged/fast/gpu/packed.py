@@ -72,7 +72,8 @@ FLOAT8 = tl.constexpr(5)
 STEP = 64
 """The fewest inputs in an iteration of the loop, with few rows: smaller blocks are taken two at a time."""
 LARGEST_BLOCK = 128
-"""The most inputs in a block, whose products are summed between two scalings; for float8 on Hopper, in one product."""
+"""The most inputs in a block. Products are summed over a block before they are scaled; on Hopper, float8 sums have only
+14 bits until then."""
 LOADED = 1 << 24
 """The number of codes that are laid out at a time."""
 PROGRAMS_PER_SM = 3

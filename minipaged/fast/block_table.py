@@ -201,7 +201,7 @@ class DeviceTables:
             self._edit(changes)
 
     def _fork(self, families: list[tuple[int, int]]) -> None:
-        """Give the child of each (child, parent) a row that begins as a copy of its parent's row."""
+        """Give each child a row that begins as a copy of its parent's row. `families`: (child, parent) each."""
         forks: list[tuple[int, int, int]] = []
         for child, parent in families:
             if (row := self._row_of.get(parent)) is not None:
@@ -236,7 +236,7 @@ class DeviceTables:
 
     def _take_row(self, sequence: int) -> int:
         if not self._vacant:
-            raise ValueError(f"there are block tables for {self.max_rows} sequences, and one more holds blocks")
+            raise ValueError(f"more than {self.max_rows} sequences hold blocks; that is the number of block tables")
         row = self._row_of[sequence] = self._vacant.pop()
         return row
 

@@ -1,18 +1,18 @@
-"""The KV cache on the device: one tensor of blocks, and its twin in host memory for swapping (paper, section 4.2).
+"""The KV cache: one tensor of blocks on the device, and one in host memory for swapping (paper, section 4.2).
 
-The twin of `reference/kv_cache.py`: the same blocks and slots, and the same calls with the same checks. What differs:
+The twin of `reference/kv_cache.py`: the same blocks and slots, and the same calls with the same checks. The
+differences:
 
-- A block is laid out [layers, 2, kv_heads, block_size, head_dim]: still one piece of memory, so that copying it or
-  swapping it is one copy; and the keys of one head lie next to each other, which is how attention reads them.
-- `kernels`: what moves the numbers is compiled, for a GPU or for a CPU (`kernels.py`).
-- On a GPU, swapping goes by a side stream, and between the pool and the link blocks are gathered in one piece on the
-  device. To gather or scatter them takes microseconds, the link to the host milliseconds. So while blocks that leave
-  are on their way, the next step already writes into the places they came from; and blocks that return are on their way
-  while the step before is still computing, though their places may be in use by it. Runs of neighbours on the host are
-  one copy each, because small copies do not reach the speed of the link.
-- In 8 bits a block is bytes: the scales of all its slots, [layers, 2, kv_heads, block_size], and after them the codes
-  in the layout above. So it still is one piece, and copying and swapping are the same calls as ever. Rounding and
-  scaling are the kernels' work, who do both in registers.
+- A block's layout is [layers, 2, kv_heads, block_size, head_dim]. A block is contiguous, so that copying or swapping it
+  is one copy. The keys of one head are adjacent, which is how attention reads them.
+- Compiled `kernels` for the GPU or the CPU move the numbers (`kernels.py`).
+- On a GPU, swapping runs on a side stream. Between the pool and the link, blocks are gathered into one contiguous piece
+  on the device. Gathering or scattering takes microseconds, the link milliseconds. So while blocks are swapped out, the
+  next step can already write into their places; and blocks can be swapped in while the previous step still uses their
+  future places. Runs of neighbours on the host are one copy each, because small copies do not reach the link's speed.
+- In 8 bits a block is bytes: first the scales of all its slots, [layers, 2, kv_heads, block_size], then the codes in
+  the layout above. It remains contiguous, and is copied and swapped by the same calls. The kernels scale and round in
+  registers.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from minipaged.fast.kernels import Kernels
 from minipaged.steps import CopyPair
 
 CODES = {"int8": torch.int8, "fp8": torch.uint8}
-"""What keys and values are kept as, in 8 bits. (e4m3 floats by their bits: not every GPU has such a type.)"""
+"""The storage type of keys and values in 8 bits. (e4m3 floats are stored as their bits: not every GPU has the type.)"""
 STAGED_BYTES = 64 << 20
-"""What is gathered in one piece, on its way to the host or back. (The host does not wait for one piece before it queues
-the next, so that several may be there at once.)"""
+"""The size of the pieces that are gathered on their way to or from the host. (The host queues the next piece without
+waiting, so several may exist at a time.)"""
 
 
 class KVCache:
-    """Keys and values of `num_blocks` blocks on the device, and room for `num_swap_blocks` on the host."""
+    """Keys and values of `num_blocks` blocks on the device, and room for `num_swap_blocks` blocks on the host."""
 
     def __init__(
         self,
@@ -55,12 +55,14 @@ class KVCache:
         device: str | torch.device = "cpu",
         kernels: Kernels | None = None,
     ) -> None:
-        """Reserve both pools. Raises ValueError when a size is below 1 (`num_swap_blocks`: below 0).
+        """Reserve both pools. Raises ValueError if a size is below 1 (`num_swap_blocks`: below 0).
 
-        `dtype`: of the numbers that are written and read. `kv_cache_dtype`: how they are kept, as they are ("auto") or
-        as codes of 8 bits ("int8", "fp8"), which takes an even `head_dim`. `static_scales`: [num_layers, 2,
-        num_kv_heads] float32 on the device, 2: keys, values; None: each token's own.
-        `kernels`: `minipaged.fast.gpu` or `minipaged.fast.cpu`; by the device, unless a test wants the other one.
+        dtype: the type of the keys and values that are written and read.
+        kv_cache_dtype: how they are stored: unchanged ("auto") or as codes of 8 bits ("int8", "fp8"), which need an
+            even `head_dim`.
+        static_scales: [num_layers, 2, num_kv_heads] float32 on the device, 2: keys, values. None: a scale for each
+            token and head.
+        kernels: `minipaged.fast.gpu` or `minipaged.fast.cpu`. None: selected by the device.
         """
         sizes = {
             "num_layers": num_layers,
@@ -90,7 +92,7 @@ class KVCache:
         if kv_cache_dtype != "auto":
             if head_dim % 2:
                 raise ValueError(
-                    f"head_dim is {head_dim}; in 8 bits it must be even, so that scales lie at whole words"
+                    f"head_dim is {head_dim}; in 8 bits it must be even, so that scales are aligned to words"
                 )
             stored, block_shape = torch.uint8, (math.prod(block_shape[:-1]) * (4 + head_dim),)  # bytes
         on_gpu = is_gpu(self.device)
@@ -106,8 +108,8 @@ class KVCache:
         self._views = [(numbers[:, i, 0], numbers[:, i, 1]) for i in range(num_layers)]
 
     def parts(self, pool: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The numbers of a pool, [blocks, layers, 2, kv_heads, block_size, head_dim], and in 8 bits their scales, of
-        that shape without head_dim: views both."""
+        """Return views of a pool: the numbers [blocks, layers, 2, kv_heads, block_size, head_dim], and in 8 bits their
+        scales, of the same shape without head_dim."""
         if self.kv_cache_dtype == "auto":
             return pool, None
         slots = (len(pool), self.num_layers, 2, self.num_kv_heads, self.block_size)
@@ -116,25 +118,26 @@ class KVCache:
         return codes.view(*slots, self.head_dim), pool[:, :scale_bytes].view(torch.float32).view(slots)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """One layer's keys and values, as views: [num_blocks, kv_heads, block_size, head_dim] each."""
+        """Return views of one layer's keys and values: [num_blocks, kv_heads, block_size, head_dim] each."""
         if not 0 <= layer < self.num_layers:
             raise IndexError(f"layer {layer} is outside the cache's {self.num_layers} layers")
         return self._views[layer]
 
     def scales(self, layer: int) -> Tensor | None:
-        """In 8 bits, one layer's scales as a view: [num_blocks, 2, kv_heads, block_size] float32, 2: keys, values."""
+        """Return a view of one layer's scales in 8 bits: [num_blocks, 2, kv_heads, block_size] float32, 2: keys,
+        values."""
         return None if self._scales is None else self._scales[:, layer]
 
     def static(self, layer: int) -> Tensor | None:
-        """One layer's static scales, [2, num_kv_heads] float32, where there are such."""
+        """One layer's static scales, [2, num_kv_heads] float32; None if the cache has none."""
         return None if self.static_scales is None else self.static_scales[layer]
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Put the keys and values of n tokens into their slots, in one layer.
+        """Write the keys and values of n tokens into their slots in one layer.
 
-        slots: [n], integers; -1 is padding and is not written. k, v: [n, kv_heads, head_dim].
-        Raises IndexError for a slot or layer outside the cache, ValueError for a wrong shape; nothing is written.
-        (The model, whose slots come from block tables, writes through `kernels.rope_and_write` and is not checked.)
+        slots: [n], integers; -1 is padding and is not written. k, v: [n, kv_heads, head_dim]. Raises IndexError for a
+        slot or layer outside the cache, ValueError for a wrong shape; nothing is written then. (The model, whose slots
+        come from block tables, writes through `kernels.rope_and_write`, without checks.)
         """
         shape = (slots.numel(), self.num_kv_heads, self.head_dim)
         if slots.ndim != 1 or k.shape != shape or v.shape != shape:
@@ -152,9 +155,9 @@ class KVCache:
             self.kernels.write(slots, k, v, keys, values, self.scales(layer), self.static(layer))
 
     def read(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and the values, as copies, that some sequences have in n consecutive logical blocks, in one layer.
+        """Return copies of the keys and the values in n consecutive logical blocks of some sequences, in one layer.
 
-        blocks: [seqs, n] integers in the pool. Keys and values are [seqs, n * block_size, kv_heads, head_dim] each.
+        blocks: [seqs, n] block numbers. Keys and values are [seqs, n * block_size, kv_heads, head_dim] each.
         """
         keys, values = self.layer(layer)
         shape = (len(blocks), blocks.shape[1] * self.block_size, self.num_kv_heads, self.head_dim)
@@ -164,7 +167,8 @@ class KVCache:
         return k.to(self.dtype), v.to(self.dtype)
 
     def copy(self, pairs: Sequence[CopyPair]) -> None:
-        """Copy blocks within the device's pool, for copy-on-write. No destination may be a source, or come twice."""
+        """Copy blocks within the device's pool, for copy-on-write. Destinations must be distinct, and none may be a
+        source."""
         both = {source for source, _ in pairs} & {destination for _, destination in pairs}
         if both:
             raise ValueError(f"block {min(both)} is both copied from and copied to; do it in two calls")
@@ -173,7 +177,7 @@ class KVCache:
             self.kernels.copy_blocks(self.device_blocks, self._on_device(pairs))
 
     def swap_out(self, pairs: Sequence[CopyPair]) -> None:
-        """Copy (device block, host block) pairs to the host."""
+        """Copy blocks to the host. `pairs`: (device block, host block) each."""
         self._check_pairs(pairs, "device", "host")
         if not pairs:
             return
@@ -182,36 +186,37 @@ class KVCache:
             leaving = self.device_blocks[self._on_device([device for device, _ in piece])]  # [n, ...], one piece
             if self._side_stream:
                 self._side_stream.wait_stream(torch.cuda.current_stream(self.device))
-                leaving.record_stream(self._side_stream)  # its memory is not given to others before the copy is done
+                leaving.record_stream(self._side_stream)  # frees its memory only after the copy
             with self._beside_computing():
                 for start, stop, host in _runs([host for _, host in piece]):
                     self.host_blocks[host : host + stop - start].copy_(leaving[start:stop], non_blocking=True)
 
     def swap_in(self, pairs: Sequence[CopyPair]) -> None:
-        """Copy (host block, device block) pairs back to the device."""
+        """Copy blocks back to the device. `pairs`: (host block, device block) each."""
         self._check_pairs(pairs, "host", "device")
         if not pairs:
             return
         for piece in self._pieces(sorted(pairs)):
-            with self._beside_computing():  # memory that is taken on the side stream has no use in the step in flight
+            with self._beside_computing():  # the step in flight does not use the side stream's memory
                 arriving = self.device_blocks.new_empty(len(piece), *self.device_blocks.shape[1:])
                 for start, stop, host in _runs([host for host, _ in piece]):
                     arriving[start:stop].copy_(self.host_blocks[host : host + stop - start], non_blocking=True)
             if self._side_stream:
                 computing = torch.cuda.current_stream(self.device)
                 computing.wait_stream(self._side_stream)
-                arriving.record_stream(computing)  # its memory is not given to others before it is scattered
+                arriving.record_stream(computing)  # frees its memory only after the scatter
             self.device_blocks[self._on_device([device for _, device in piece])] = arriving
 
     def poison(self, blocks: Sequence[int]) -> None:
-        """Fill device blocks that are nobody's with NaN, so that reading them shows at once."""
+        """Fill free device blocks with NaN, so that an erroneous read shows immediately."""
         _check_blocks(blocks, self.num_blocks, "device")
         if len(blocks):
             floats = self.device_blocks if self._scales is None else self._scales  # any code × NaN is NaN
             self.kernels.poison_blocks(floats, self._on_device(list(blocks)))
 
     def _pieces(self, pairs: Sequence[CopyPair]) -> Iterable[Sequence[CopyPair]]:
-        """The pairs a few at a time: what is on its way takes up memory a second time, until it has arrived."""
+        """Split the pairs into pieces, because blocks in transit take up memory a second time until they have
+        arrived."""
         count = max(1, STAGED_BYTES // self.block_bytes)
         return (pairs[start : start + count] for start in range(0, len(pairs), count))
 
@@ -226,15 +231,17 @@ class KVCache:
         return to_device(torch.tensor(numbers, dtype=torch.int64), self.device)
 
     def _beside_computing(self) -> AbstractContextManager[Any]:
-        """What is queued within it, by copies, does not wait for the computing that is queued already."""
+        """Return a context whose copies are queued on the side stream, so that they do not wait for queued
+        computation."""
         return torch.cuda.stream(self._side_stream) if self._side_stream else nullcontext()
 
 
 def _gather(pool: Tensor, scales: Tensor | None, blocks: Tensor) -> Tensor:
-    """The keys (or values) in some blocks, [*blocks' shape, kv_heads, block_size, head_dim]; in 8 bits, float32.
+    """Return copies of the keys (or values) in some blocks: [*blocks.shape, kv_heads, block_size, head_dim]; in 8 bits,
+    float32.
 
-    pool: one layer's keys, [num_blocks, kv_heads, block_size, head_dim]. scales: in 8 bits, theirs, of that shape
-    without head_dim. blocks: int64.
+    pool: one layer's keys, [num_blocks, kv_heads, block_size, head_dim]. scales: in 8 bits, their scales, of the same
+    shape without head_dim. blocks: int64.
     """
     if scales is None:
         return pool[blocks]
@@ -244,7 +251,7 @@ def _gather(pool: Tensor, scales: Tensor | None, blocks: Tensor) -> Tensor:
 
 
 def _runs(blocks: Sequence[int]) -> Iterable[tuple[int, int, int]]:
-    """Cut rising block numbers into runs of neighbours: (first index, last index + 1, first block) of each."""
+    """Yield runs of neighbours in rising block numbers: (first index, last index + 1, first block) of each run."""
     start = 0
     for i in range(1, len(blocks) + 1):
         if i == len(blocks) or blocks[i] != blocks[i - 1] + 1:
@@ -253,7 +260,8 @@ def _runs(blocks: Sequence[int]) -> Iterable[tuple[int, int, int]]:
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that take up memory only as they are written: NumPy asks the system for such pages, torch writes them."""
+    """Return zeros that take up memory only when written: NumPy gets such pages from the system, torch would write
+    them."""
     integers = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
     return torch.from_numpy(np.zeros(shape, integers[dtype.itemsize])).view(dtype)
 

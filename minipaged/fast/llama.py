@@ -1,30 +1,30 @@
-"""A Llama or a cousin of it on the device, with its keys and values in the paged cache.
+"""A Llama or a related model on the device, with its keys and values in the paged cache.
 
-The twin of `reference/llama.py`: the same steps in, the same tokens out. Between the matrix products, which are the
-library's, everything is fused, because each pass over memory and each start of a kernel costs:
+The twin of `reference/llama.py`: the same steps give the same tokens. The matrix products are the library's. All other
+work is fused, because each pass over memory and each kernel launch costs time:
 
     residual += the layer before it; x = norm of the residual        one kernel
-    q, k, v = x through one matrix                                    (three matrices, laid one under another)
-    (normalise,) rotate q and k, write k and v into their slots       one kernel
+    q, k, v = x through one matrix                                    (three matrices, stacked)
+    (normalize,) rotate q and k, write k and v into their slots       one kernel
     attention through the block tables                                one kernel
     x through o_proj; again residual += x; x = norm of the residual   one kernel
     gate, up = x through one matrix; silu(gate) × up                  one kernel
     x through down_proj
 
-A step's numbers (token ids, positions, ...) go to the device as one tensor. The block tables are there already: they
-follow the step's differences (`block_table.DeviceTables`), and slots are looked up in them there. While the same
-sequences go on, the other numbers are there as well, and each is one more than it was.
+A step's numbers (token ids, positions, ...) go to the device as one tensor. The block tables are already there: each
+step's differences update them (`block_table.DeviceTables`), and slots are looked up in them on the device. While the
+same sequences continue, the other numbers are there too, and each position increases by one.
 
-On a GPU a step of decoding starts some 280 kernels, most of which run shorter than it takes to start one. So the whole
-step is captured once for each batch size as a CUDA graph and started as one. Between the sizes that are captured the
-batch is padded: slot -1 is not written, and a context of length 0 is not attended to. A graph begins by moving its
-sequences to their next position by itself (`DecodeGraph`): while the same ones go on, the host sends nothing.
+On a GPU a decoding step launches some 280 kernels, and most of them run shorter than a launch takes. So the whole step
+is captured once for each batch size as a CUDA graph and launched as one. A batch between two captured sizes is padded:
+slot -1 is not written, and a context of length 0 is not attended to. A graph begins by moving its sequences to their
+next position (`DecodeGraph`), so while the same sequences continue, the host sends nothing.
 
-In a step with prompts, the sequences that decode go on as they do without (`Llama._run_apart`), or beside the prompts
-in one pass: by the decode kernel in either.
+In a step with prompts, the decoding sequences either run in their graph as usual (`Llama._run_apart`), or in one pass
+with the prompts. Both use the decode kernel for them.
 
-Nothing in a step waits for the device, so that with asynchronous scheduling the next one can be launched while it runs.
-The tokens that a step chooses never leave the device on their way into the next batch (`FlatBatch.token_ids`).
+Nothing in a step waits for the device, so with asynchronous scheduling the next step can be launched while it runs. The
+tokens that a step chooses stay on the device on their way into the next batch (`FlatBatch.token_ids`).
 """
 
 from __future__ import annotations
@@ -58,42 +58,42 @@ from minipaged.scheduling import Costs
 from minipaged.steps import LOGITS, Begun, BlockMoves, Forked, Row, Sampling, StepInput
 
 BATCH_SIZES = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16)]
-"""The batch sizes for which a step of decoding is captured: at most 7 rows of padding up to 64, 15 from there on."""
+"""The batch sizes for which a decoding step is captured: at most 7 rows of padding up to 64, and 15 above."""
 SMALL_LAYER = 40 << 20
-"""In a step with prompts, the sequences that decode run by themselves, in their graph, if a layer's matrices have no
-more bytes than this. The device then reads each layer twice: 10 µs for so many bytes, at 4 TB/s. In one pass the host
-starts two or three kernels more a layer, of 5 to 20 µs each. Reckoned, not measured (docs/tuning.md)."""
+"""The size, in bytes, of a layer's matrices up to which the decoding sequences of a step with prompts run separately,
+in their graph. The device then reads each layer twice, which takes 10 µs for this size at 4 TB/s. In one pass instead,
+the host launches two or three more kernels per layer, at 5 to 20 µs each. Calculated, not measured (docs/tuning.md)."""
 
 PIECE = 2**22
-"""Logits of prompts that are held at one time."""
+"""The number of a prompt's logits that exist at a time."""
 PROMPT_LENGTHS = [2, 4, 8, 16, 32, 64, 128]
-"""On a GPU, a prompt between two of these takes the prefill tiles of the one or of the other, a longer one those of the
-last."""
+"""Prompt lengths that cover all tile sizes of the GPU's prefill kernel. A prompt between two of these uses the tiles of
+one or the other; a longer prompt uses those of the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A model's weights on the device, laid out for the kernels. A stage of a model has some of the layers; what only
-    the first or the last one needs is None elsewhere."""
+    """A model's weights on the device, laid out for the kernels. A stage has only some of the layers, and has None for
+    the weights that only the first or the last stage needs."""
 
     embed: Callable[[Tensor], Tensor] | None  # token ids [tokens] -> [tokens, hidden]
     layers: list[Layer]
     norm: Tensor | None  # [hidden]
     head: Linear | None  # [vocab, hidden]
-    kv_scales: Mapping[str, Any]  # by name, those for keys and values that the checkpoint brings
+    kv_scales: Mapping[str, Any]  # scales for keys and values in the checkpoint, by name
 
     @classmethod
     def of(cls, config: ModelConfig, weights: Mapping[str, Tensor | StoredMatrix], kernels: LlamaKernels) -> Weights:
-        """From tensors by transformers' names, all on one device and of one dtype, and from packed matrices.
+        """Lay out tensors (named as in transformers, all on one device and of one dtype) and packed matrices.
 
-        Takes each one out of `weights` where it can (a dict), so that no matrix is in memory twice for long.
+        If `weights` is a dict, each matrix is taken out of it, so that no matrix is in memory twice for long.
         """
         prefixes = [f"model.layers.{i}" for i in range(config.num_hidden_layers)]
         stacks = {prefix: _LayerStacks.of(prefix, weights) for prefix in prefixes}
         norm = _tensor(weights, "model.norm") if "model.norm.weight" in weights else None
         embedding: Stack = ("model.embed_tokens",)
         head_stack: Stack = embedding if config.tie_word_embeddings else ("lm_head",)
-        # The largest first: when the last one is laid out, nearly all of the model is there twice.
+        # The largest first: when the last one is laid out, nearly all of the model is in memory twice.
         order: list[Stack] = [] if norm is None else [head_stack]
         if isinstance(weights.get("model.embed_tokens.weight"), StoredMatrix) and embedding not in order:
             order.append(embedding)
@@ -126,13 +126,13 @@ class Weights:
 
 
 Stack = tuple[str, ...]
-"""The names of matrices of the same inputs, which are laid out as one matrix, one under another."""
+"""The names of matrices with the same inputs, which are stacked into one matrix, one below the other."""
 
 
 class _LayerStacks(NamedTuple):
-    """The matrices that one layer multiplies by, in the order they are laid out.
+    """The matrices of one layer, in the order in which they are laid out.
 
-    Each is one stack, or several where its parts are packed differently.
+    Each is one stack, or several if its parts are packed differently.
     """
 
     qkv: list[Stack]
@@ -142,7 +142,7 @@ class _LayerStacks(NamedTuple):
 
     @classmethod
     def of(cls, prefix: str, weights: Mapping[str, Tensor | StoredMatrix]) -> _LayerStacks:
-        """`prefix`: of the layer's names in `weights`."""
+        """`prefix`: the start of the layer's names in `weights`."""
 
         def stacked(*names: str) -> list[Stack]:
             return _stacked(tuple(f"{prefix}.{name}" for name in names), weights)
@@ -156,7 +156,7 @@ class _LayerStacks(NamedTuple):
 
 
 def _stacked(names: Stack, weights: Mapping[str, Tensor | StoredMatrix]) -> list[Stack]:
-    """The matrices of one input in as few stacks as can be: one where they are tensors, or packed alike."""
+    """Group matrices of the same input into as few stacks as possible: one if all are tensors, or packed alike."""
     matrices = [weights[f"{name}.weight"] for name in names]
     packed = [matrix for matrix in matrices if isinstance(matrix, StoredMatrix)]
     together = can_stack(packed) if len(packed) == len(matrices) else not packed
@@ -170,14 +170,14 @@ def _tensor(weights: Mapping[str, Tensor | StoredMatrix], name: str) -> Tensor:
 
 
 def _qk_norm(weights: Mapping[str, Tensor | StoredMatrix], prefix: str) -> Tensor:
-    """The norms of a layer's queries and keys: [2, head_dim]."""
+    """Return the norm weights of a layer's queries and keys: [2, head_dim]."""
     return torch.stack([_tensor(weights, f"{prefix}.self_attn.{name}") for name in ("q_norm", "k_norm")])
 
 
 def _matrices(
     weights: Mapping[str, Tensor | StoredMatrix], stacks: list[Stack], like: Tensor, kernels: LlamaKernels
 ) -> dict[Stack, Matrix]:
-    """Each stack as one matrix, on the device and in the type of `like`. They are laid out in the order of `stacks`."""
+    """Lay out each stack as one matrix, on the device and in the type of `like`, in the order of `stacks`."""
 
     def laid_out(names: Stack) -> Tensor | StoredMatrix:
         keys = [f"{name}.weight" for name in names]
@@ -199,13 +199,13 @@ def _matrices(
 
 
 class Llama(Runner):
-    """Runs steps: moves blocks in `kv_cache`, computes logits, and chooses tokens by them.
+    """A runner of a Llama's steps: it moves blocks in `kv_cache`, computes logits, and chooses tokens.
 
-    Runs Llama's cousins too: Mistral, Qwen2 (biases) and Qwen3 (norms of queries and keys). See `models/config.py`.
+    Related models run too: Mistral, Qwen2 (biases) and Qwen3 (norms of queries and keys). See `models/config.py`.
     """
 
     chooses = True
-    """Whether it has the last layers, and so logits."""
+    """Whether this runner has the last layers, and so makes logits and chooses tokens."""
 
     def __init__(
         self,
@@ -217,10 +217,10 @@ class Llama(Runner):
         max_model_len: int | None = None,
         num_lanes: int = 1,
     ) -> None:
-        """`weights`: ready (`Weights.of`), or tensors by transformers' names, of the cache's device and dtype.
+        """`weights`: ready (`Weights.of`), or tensors named as in transformers, on the cache's device and of its dtype.
 
-        Measures what preemption costs on this device; on a GPU, captures the steps of decoding. Both run the model, the
-        first over blocks of the cache, which nobody may use yet.
+        Measures the costs of preemption on this device and, on a GPU, captures the decoding steps. Both run the model.
+        The measurement overwrites blocks of the cache, which must be unused.
         """
         self.config = config
         self.kv_cache = kv_cache
@@ -233,13 +233,13 @@ class Llama(Runner):
         self.cos, self.sin = rotary_tables(config, longest, kv_cache.device)
         max_blocks = min(-(-longest // kv_cache.block_size), kv_cache.num_blocks)
         self.mirrors = PerLane(Mirror)
-        self.mirror = Mirror()  # that of the step which is being run, and of its lane
+        self.mirror = Mirror()  # the mirror of the lane of the current step
         self.tables = DeviceTables(2 * max_num_seqs, max_blocks, kv_cache.device, self.kernels, num_lanes)
         self._has_lanes = num_lanes > 1
-        # The batch of the step before in a lane (by its mirror), if the rows may go on from it.
+        # Each lane's last batch (by the lane's mirror), if the next step may continue from it.
         self._steady: dict[Mirror, FlatBatch] = {}
-        self._choosing: dict[Mirror, Choosing] = {}  # how the step before in a lane chose its tokens
-        self._prompt_hidden: tuple[Tensor, Tensor, Tensor] | None = None  # what `prompt_logprobs` goes on from
+        self._choosing: dict[Mirror, Choosing] = {}  # each lane's last sampling plan
+        self._prompt_hidden: tuple[Tensor, Tensor, Tensor] | None = None  # the input of `prompt_logprobs`
         self._graphs: dict[int, DecodeGraph] = {}
         first = self.weights.layers[0]
         matrices = (first.qkv, first.o, first.gate_up, first.down)
@@ -250,7 +250,7 @@ class Llama(Runner):
 
     @torch.inference_mode()
     def run(self, step: StepInput) -> StepResult:
-        # The tokens that the step before has chosen are found on the device, if they are there.
+        # The previous step's chosen tokens are read on the device, if they are there.
         self.mirror = self.mirrors.of(step)
         self.mirror.apply(step, wait=not isinstance(self.mirror.latest, Samples))
         self.tables.apply(step)
@@ -258,15 +258,16 @@ class Llama(Runner):
         logits = self._forward()
         choices = self.sample(logits, self.mirror.sampling_inputs())
         self.mirror.chosen(choices)
-        if self._has_lanes and self._graphs:  # beam search looks at them once other lanes have run the same graphs
+        if self._has_lanes and self._graphs:  # beam search reads them after other lanes have run the same graphs
             logits = logits.clone()
         return StepResult(choices, logits, self.prompt_logprobs(self.mirror.prompt_inputs))
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
-        """Logits [rows that want them, vocab_size] after the last query token of each row; all tokens are known.
+        """Return the logits [rows that want them, vocab_size] after the last query token of each row. All tokens are
+        known.
 
-        The block tables are those of the batch, not those that steps have told of.
+        The block tables are those in `batch`, not those that steps have set.
         """
         if not batch:
             return self._no_logits()
@@ -277,8 +278,8 @@ class Llama(Runner):
         return self._compute(flatten(batch, range(len(batch)), on_device).on(self.kv_cache.device))
 
     def sample(self, logits: Tensor, inputs: Sequence[SamplingInput]) -> Sequence[Sampled]:
-        """One token for each input; they may still be on the device (`sampling.Samples`)."""
-        kept = self._choosing.pop(self.mirror, None)  # and there is none, should this be cut short
+        """Choose one token for each input. The tokens may still be on the device (`sampling.Samples`)."""
+        kept = self._choosing.pop(self.mirror, None)  # removed, in case an error interrupts this step
         if not inputs:
             return []
         how = Choosing.of(inputs, logits, kept)
@@ -287,7 +288,7 @@ class Llama(Runner):
         return samples
 
     def prompt_logprobs(self, inputs: Sequence[PromptInput]) -> dict[int, Sequence[Sampled]]:
-        """The log-probabilities of prompts, by sequence, still on the device; the logits that they take are made and
+        """Return the log-probabilities of prompts, by sequence, still on the device. The logits for them are made and
         dropped in pieces."""
         if not inputs:
             return {}
@@ -295,7 +296,7 @@ class Llama(Runner):
         (x, residual, rows), self._prompt_hidden = self._prompt_hidden, None
         at_once = max(1, PIECE // self.config.vocab_size)
         told: dict[int, Sequence[Sampled]] = {}
-        first = 0  # of the asked one's in `rows`
+        first = 0  # the index in `rows` of the current prompt's first token
         for asked in inputs:
             parts = []
             for i in range(0, len(asked.token_ids), at_once):
@@ -308,23 +309,23 @@ class Llama(Runner):
         return told
 
     def _forward(self) -> Tensor:
-        """The logits of the mirror's rows."""
+        """Compute the logits of the mirror's rows."""
         rows = self.mirror.rows
-        before = self._steady.pop(self.mirror, None)  # and there is none, should this be cut short
+        before = self._steady.pop(self.mirror, None)  # removed, in case an error interrupts this step
         if not len(rows):
             return self._no_logits()
-        # What the step before has chosen, on the device; the host may not know it yet.
+        # The previous step's choices, on the device; the host may not know them yet.
         chosen = self.mirror.latest.token_ids if isinstance(self.mirror.latest, Samples) else None  # [choices] int64
         if rows.num_steady > 1 and chosen is not None:
             graph = self._graph_for(len(rows))
-            if graph and not self._has_lanes:  # or it may have run another lane's since
+            if graph and not self._has_lanes:  # otherwise another lane may have run it since
                 return graph.run_again(chosen)
             if before:
                 self._steady[self.mirror] = tokens = before.one_further(chosen)
                 return self._compute(tokens)
         device_rows = self.tables.rows_of(row.sequence for row in rows)
         tokens = flatten(self.mirror.batch(), device_rows, self.tables.tables, chosen)
-        if rows.num_steady and chosen is not None:  # from here on, each row runs the token that was chosen for it
+        if rows.num_steady and chosen is not None:  # from here on, each row's input is the token chosen for it
             tokens = replace(tokens, ids=-1 - torch.arange(len(rows), dtype=torch.int32), chosen=chosen)
         graph = self._graph_for(tokens.num_decoding) if tokens.num_decoding and not tokens.asks_of_decoding else None
         if graph and tokens.num_decoding == len(rows):
@@ -335,11 +336,12 @@ class Llama(Runner):
         return self._compute(tokens)
 
     def _run_apart(self, tokens: FlatBatch, graph: DecodeGraph) -> Tensor:
-        """The logits of a batch on the host, of which some sequences decode: these in their graph, then the others.
+        """Return the logits of a batch on the host: its decoding sequences run in their graph, then the others in a
+        pass.
 
-        In this order, because a graph is started at once: while the device is busy with it, the host starts the kernels
-        of the others one by one. No sequence reads what another one writes in the same step, so the order changes
-        nothing else (`tests/engine/test_content_oracle.py`).
+        The graph runs first because it is one launch: while the device is busy with it, the host launches the other
+        kernels one by one. No sequence reads what another one writes in the same step, so the order changes nothing
+        else (`tests/engine/test_content_oracle.py`).
         """
         decoding, others = tokens.split()
         parts = [graph.run(decoding), self._compute(others.on(self.kv_cache.device))]
@@ -349,7 +351,7 @@ class Llama(Runner):
         assert tokens.logit_rows is not None
         late = (tokens.logit_rows >= tokens.num_decoding).int()  # [rows that want logits]
         logits = torch.cat(parts)
-        if not (late.diff() < 0).any():  # the batch is laid out in its own order
+        if not (late.diff() < 0).any():  # the parts are already in the batch's order
             return logits
         return logits[to_device(late.argsort(stable=True).argsort(), logits.device)]
 
@@ -357,7 +359,8 @@ class Llama(Runner):
         return torch.empty(0, self.config.vocab_size, dtype=self.kv_cache.dtype, device=self.kv_cache.device)
 
     def _compute(self, tokens: FlatBatch, slots: Tensor | None = None) -> Tensor:
-        """All layers, and the logits [rows that want them, vocab_size]. `slots`: [tokens], where they are known."""
+        """Run all layers. Returns the logits [rows that want them, vocab_size]. `slots`: [tokens], or None to look them
+        up."""
         eps, heads = self.config.rms_norm_eps, self.config.num_attention_heads
         kernels, weights = self.kernels, self.weights
         kernels.use_threads()
@@ -407,8 +410,8 @@ class Llama(Runner):
         return self._leave(tokens, x, residual)
 
     def _leave(self, tokens: FlatBatch, x: Tensor, residual: Tensor) -> Tensor:
-        """The logits [rows that want them, vocab_size], from what comes out of the last layer: [tokens, hidden] each.
-        `residual` is used up."""
+        """Return the logits [rows that want them, vocab_size] from the last layer's output and the residual,
+        [tokens, hidden] each. `residual` is overwritten."""
         if tokens.prompt_rows is not None:
             self._prompt_hidden = x, residual, tokens.prompt_rows
         if tokens.logit_rows is not None:
@@ -416,16 +419,17 @@ class Llama(Runner):
         return self._logits(x, residual) if len(x) else self._no_logits()
 
     def _logits(self, x: Tensor, residual: Tensor) -> Tensor:
-        """[rows, vocab_size], from what comes out of the last layer: [rows, hidden] each. `residual` is used up."""
+        """Return logits [rows, vocab_size] from the last layer's output and the residual, [rows, hidden] each.
+        `residual` is overwritten."""
         weights = self.weights
         assert weights.norm is not None
         assert weights.head is not None
         return weights.head(self.kernels.add_rms_norm(x, residual, weights.norm, self.config.rms_norm_eps))
 
     def warm_up(self) -> None:
-        """Do in small what serving may ask for: what compiles on its first call does so now, and not in the middle of
-        serving. (numba keeps what it compiles in files; so on a CPU, penalties wait for the first request that has
-        some.) Nobody may use the cache yet."""
+        """Run small examples of all work that serving may need, so that kernels compile now and not while requests
+        wait. (numba keeps compiled code in files, so on a CPU the penalties are left to the first request that has
+        some.) The cache must be unused."""
         chosen_by = [SamplingParams(temperature=0), SamplingParams(temperature=1)]
         if is_gpu(self.kv_cache.device):
             self._warm_up_kernels()
@@ -439,7 +443,7 @@ class Llama(Runner):
                 list(result.choices)
 
     def _warm_up_kernels(self) -> None:
-        """Tiles of all sizes for prompts, as many sequences as there may be, a fork, and blocks that move."""
+        """Run prompts for all tile sizes, the largest number of sequences, a fork, and block moves."""
         cache = self.kv_cache
         most_tokens = min(len(self.cos), cache.num_blocks * cache.block_size)
         most_seqs = self.tables.max_rows // 2
@@ -447,16 +451,16 @@ class Llama(Runner):
         for length in sorted({min(length, most_tokens) for length in PROMPT_LENGTHS}):
             self._begin_anew([length])
             if self.chooses:
-                self._logits(hidden[:length], hidden[:length])  # as for prompts whose log-probabilities are asked for
-        self._begin_anew([1] * most_seqs)  # which may be more than a graph is captured for
+                self._logits(hidden[:length], hidden[:length])  # for prompts with log-probabilities
+        self._begin_anew([1] * most_seqs)  # may be more sequences than a graph is captured for
         there_and_back = ((0, 0),) if cache.num_swap_blocks else ()
         copied = ((0, 1),) if cache.num_blocks > 1 else ()
         moves = BlockMoves(swap_out=there_and_back, swap_in=there_and_back, copy=copied)
         self.run(StepInput(1, forked=(Forked(most_seqs, parent=0, choice=LOGITS),), moves=moves))
 
     def _begin_anew(self, lengths: Sequence[int], sampling: Sampling | None = None) -> StepResult:
-        """Run prompts of so many tokens, all of them in the same blocks; `sampling`: how to choose a token after each,
-        if at all."""
+        """Run prompts of the given lengths, all in the same blocks. `sampling`: how to choose a token after each; None:
+        no tokens."""
         begun, added = [], []
         for sequence, length in enumerate(lengths):
             blocks = tuple(range(-(-length // self.kv_cache.block_size)))
@@ -465,28 +469,28 @@ class Llama(Runner):
         return self.run(StepInput(0, fresh=True, begun=tuple(begun), added=tuple(added)))
 
     def move(self, moves: BlockMoves) -> None:
-        """Swap out, poison, swap in, copy, load."""
+        """Swap out, poison, swap in, copy and load blocks."""
         carry(self.kv_cache, moves)
 
     def read_blocks(self, blocks: Sequence[int]) -> list[bytes]:
         return read_blocks(self.kv_cache, blocks)
 
     def costs(self) -> Costs:
-        """What swapping and recomputing pay for on this device: measured when the model was made."""
+        """The costs of swapping and recomputing on this device, measured when the model was made."""
         return self._costs
 
     # --- CUDA graphs ------------------------------------------------------------------------------
 
     def _graph_for(self, num_seqs: int) -> DecodeGraph | None:
-        """The smallest captured step that `num_seqs` sequences fit in."""
+        """The smallest captured step with room for `num_seqs` sequences; None if there is none."""
         return next((graph for size, graph in self._graphs.items() if size >= num_seqs), None)
 
     def _capture(self, max_num_seqs: int) -> None:
-        """Capture a step of decoding for each batch size, the largest first: the others then share its memory."""
+        """Capture a decoding step for each batch size, the largest first, so that the others share its memory."""
         sizes = sorted({min(size, max_num_seqs) for size in BATCH_SIZES})
         device = self.kv_cache.device
         chosen = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        # One stream for all: cuBLAS keeps scratch memory for each stream that it has ever run on.
+        # One stream for all: cuBLAS keeps scratch memory for each stream that it has run on.
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         graphs: list[tuple[int, DecodeGraph]] = []
         for size in reversed(sizes):
@@ -496,25 +500,25 @@ class Llama(Runner):
 
 
 class DecodeGraph:
-    """One step of decoding `size` sequences, captured, so that the host starts all its kernels at once.
+    """A captured decoding step of `size` sequences, so that the host launches all its kernels in one call.
 
-    It begins by moving each sequence to its next position: slots and context lengths are found where the block tables
-    are (`advance_decode`). The numbers it works on stay where they are from one run to the next. So while the same
-    sequences go on, and their tokens are those that the device has just chosen, the host has nothing to send; and
-    otherwise three numbers a sequence.
+    It begins by moving each sequence to its next position: slots and context lengths are computed on the device, from
+    the block tables (`advance_decode`). Its input tensors keep their contents between runs. So while the same sequences
+    continue with the tokens that the device has just chosen, the host sends nothing. Otherwise it sends three numbers
+    per sequence.
 
     The tokens that the last step chose are copied into `chosen`, which all sizes share: [max_num_seqs] int64.
     """
 
     PADDING = -2
-    """A position that is never advanced. (-1 is where a sequence stands before its first token.)"""
+    """A position that never advances. (-1 is the position of a sequence before its first token.)"""
 
     def __init__(self, size: int, llama: Llama, chosen: Tensor, stream: torch.cuda.Stream, pool: Any) -> None:
         device = chosen.device
         self._padding = np.zeros((3, size), np.int32)
         self._padding[2] = self.PADDING
-        self._held: NDArray[np.int32] | None = None  # what `numbers` holds; None: unknown
-        self.numbers = torch.tensor(self._padding, device=device)  # [3, size]: ids, rows, positions of the last run
+        self._held: NDArray[np.int32] | None = None  # the contents of `numbers`; None: unknown
+        self.numbers = torch.tensor(self._padding, device=device)  # [3, size]: the last run's ids, rows, positions
         ids, rows, positions = self.numbers.unbind()
         slots, context_lens = torch.empty_like(self.numbers[:2]).unbind()  # [size] each
         self._llama = llama
@@ -535,18 +539,18 @@ class DecodeGraph:
         )
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream), torch.inference_mode():
-            self.step()  # compiles every kernel: nothing may be compiled during the capture
+            self.step()  # compiles every kernel: nothing may compile during the capture
         torch.cuda.current_stream(device).wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        # What other threads do on the GPU meanwhile is no part of it, and may go on.
+        # The capture excludes, and permits, work of other threads on the GPU meanwhile.
         capture = torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local")
-        # In this order: torch keeps numbers of its own for its captures, made by the first one. Made in inference mode,
-        # nobody's capture could begin outside of it any more, in this process (pytorch/pytorch#166792).
+        # Keep this order: torch creates its own bookkeeping tensors at the first capture. Created in inference mode,
+        # they would make every later capture outside of it fail, in the whole process (pytorch/pytorch#166792).
         with capture, torch.inference_mode():
             self.logits = self.step()  # [size, vocab]
 
     def step(self) -> Tensor:
-        """What is captured: one position further, then the logits [size, vocab_size]."""
+        """The work that is captured: advance one position, then compute the logits [size, vocab_size]."""
         llama, tokens = self._llama, self._tokens
         llama.kernels.advance_decode(
             llama.tables.tables,
@@ -559,7 +563,7 @@ class DecodeGraph:
         return llama._compute(tokens, self._slots)
 
     def run(self, batch: FlatBatch) -> Tensor:
-        """The logits [rows that want them, vocab_size]; they are overwritten by the next run.
+        """Return the logits [rows that want them, vocab_size]. The next run overwrites them.
 
         `batch`: on the host; every row has one token.
         """
@@ -568,14 +572,14 @@ class DecodeGraph:
         numbers[0, :count] = batch.ids
         numbers[1, :count] = batch.rows
         numbers[2, :count] = batch.positions - 1
-        held, self._held = self._held, None  # unknown, should this be cut short
+        held, self._held = self._held, None  # unknown if this is interrupted
         if held is None or not np.array_equal(numbers, held):
             self.numbers.copy_(torch.from_numpy(numbers).pin_memory(), non_blocking=True)
         logits = self._replay(numbers, count, batch.chosen)
         return logits if batch.logit_rows is None else logits[to_device(batch.logit_rows, logits.device)]
 
     def run_again(self, chosen: Tensor) -> Tensor:
-        """Run the sequences of the last run again, each one token further. `chosen`: the token of each row."""
+        """Run the sequences of the last run again, one position further, each with the token chosen for its row."""
         held, self._held = self._held, None
         assert held is not None
         return self._replay(held, len(chosen), chosen)
@@ -584,44 +588,46 @@ class DecodeGraph:
         if chosen is not None:
             self._chosen[: len(chosen)].copy_(chosen)
         self.graph.replay()
-        numbers[2, :count] += 1  # as the device has done
+        numbers[2, :count] += 1  # the device has done the same
         self._held = numbers
         return self.logits[:count]
 
 
 @dataclass(frozen=True, slots=True)
 class FlatBatch:
-    """A batch as int32 tensors: the query tokens of all sequences, one after another.
+    """A batch as int32 tensors: the query tokens of all sequences, concatenated.
 
-    First come the sequences that decode: those with one query token, be it the last of a prompt. Each part is in the
-    order of the batch.
+    The decoding sequences come first: those with one query token, including a prompt's last token. The others follow.
+    Both groups keep the batch's order.
     """
 
-    tables: Tensor  # [any, max_blocks], block tables, on the device
-    ids: Tensor  # [tokens]; a negative one, -1 - i, stands for chosen[i]
+    tables: Tensor  # [any, max_blocks], the block tables, on the device
+    ids: Tensor  # [tokens]; an id of -1 - i means chosen[i]
     positions: Tensor  # [tokens]
-    token_rows: Tensor  # [tokens], of the block tables
-    rows: Tensor  # [seqs], of the same
+    token_rows: Tensor  # [tokens], each token's row of the block tables
+    rows: Tensor  # [seqs], each sequence's row of the block tables
     context_lens: Tensor  # [seqs]
-    query_start: Tensor  # [seqs that do not decode + 1], in their tokens
+    query_start: Tensor  # [other seqs + 1], offsets into their tokens
     logit_rows: Tensor | None
-    """[rows that want logits], in the batch's order: their last query tokens' places in [tokens]. None: all tokens."""
+    """[rows that want logits], in the batch's order: the indices in [tokens] of their last query tokens. None: all
+    tokens."""
     num_decoding: int
     max_query_len: int
     prompt_rows: Tensor | None = None
-    """[prompt tokens by which the next one's log-probability is told], places too. None: there are none."""
+    """[prompt tokens that predict a requested log-probability], their indices in [tokens]. None if there are none."""
     asks_of_decoding: bool = False
-    """Whether some of these are among those that decode: a prompt's chunk of one token is laid out with them."""
-    chosen: Tensor | None = None  # [samples] int64, on the device: what the step before chose. None: all ids are known
+    """Whether some of `prompt_rows` are among the decoding sequences: a prompt's chunk of one token is laid out with
+    them."""
+    chosen: Tensor | None = None  # [samples] int64, on the device: the previous step's choices. None: all ids known
 
     def token_ids(self) -> Tensor:
-        """[tokens] of the vocabulary, looked up on the device where only the device knows them."""
+        """Return the token ids [tokens], looked up on the device if only the device knows them."""
         if self.chosen is None:
             return self.ids
         return torch.where(self.ids < 0, self.chosen[(-1 - self.ids).clamp(min=0)], self.ids)
 
     def on(self, device: torch.device) -> FlatBatch:
-        """Return the batch on a device, sent there as one tensor."""
+        """Copy the batch to a device, as one tensor."""
         if not is_gpu(device):
             return self
         parts = [self.ids, self.positions, self.token_rows, self.rows, self.context_lens, self.query_start]
@@ -642,14 +648,14 @@ class FlatBatch:
         )
 
     def split(self) -> tuple[FlatBatch, FlatBatch]:
-        """The sequences that decode, and the others; some of each. On the host; nothing is asked of those that decode
-        beside their logits."""
+        """Split the batch into the decoding sequences and the others. There must be some of each, on the host, and the
+        decoding sequences may not be asked for prompt log-probabilities."""
         n, last = self.num_decoding, self.logit_rows
         assert last is not None
         wanted = last[last < n]
 
         def part(cut: slice, **others: Any) -> FlatBatch:
-            """`cut`: of tokens and of sequences, for those that decode have one token each."""
+            """`cut`: a slice of both tokens and sequences, since each decoding sequence has one token."""
             return replace(
                 self,
                 ids=self.ids[cut],
@@ -667,15 +673,15 @@ class FlatBatch:
         return decoding, part(slice(n, None), logit_rows=last[last >= n] - n, num_decoding=0, prompt_rows=asked)
 
     def one_further(self, chosen: Tensor) -> FlatBatch:
-        """Return the batch of the next step, in which each sequence has its chosen token. This batch is used up."""
+        """Return the batch of the same sequences with the tokens chosen for them. This batch is overwritten."""
         self.positions.add_(1)
         self.context_lens.add_(1)
         return replace(self, chosen=chosen)
 
 
 def flatten(batch: Batch, rows: Sequence[int], tables: Tensor, chosen: Tensor | None = None) -> FlatBatch:
-    """Lay the rows of a batch out one after another; `rows`: which of `tables` are theirs."""
-    lens = np.array([len(row.token_ids) for row in batch], np.int32)  # [seqs], in the batch's order; below, as laid out
+    """Lay the rows of a batch out one after another. `rows`: the row of `tables` that belongs to each."""
+    lens = np.array([len(row.token_ids) for row in batch], np.int32)  # [seqs], in batch order; below, in layout order
     order = np.argsort(lens > 1, kind="stable")  # [seqs]
     num_decoding = int((lens == 1).sum())
     laid_out = [batch[i] for i in order]
@@ -689,7 +695,7 @@ def flatten(batch: Batch, rows: Sequence[int], tables: Tensor, chosen: Tensor | 
     firsts = (last - lens + 1).tolist()  # [seqs], in the batch's order: first query tokens
     asked = [range(first, first + row.num_prompt_logits) for first, row in zip(firsts, batch, strict=True)]
     prompt_rows = list(chain.from_iterable(asked))
-    # Taken as they are, they are used up by what makes logits of them; so not where a prompt asks of them too.
+    # None lets `_logits` overwrite the tokens' hidden states. Not if prompt log-probabilities need them too.
     every = num_decoding == len(batch) and all(wanted) and not prompt_rows
     ids = np.fromiter(chain.from_iterable(row.token_ids for row in laid_out), np.int32, ends[-1])
     positions = np.arange(ends[-1], dtype=np.int32) + np.repeat(first + query_lens - ends, query_lens)
@@ -711,14 +717,14 @@ def flatten(batch: Batch, rows: Sequence[int], tables: Tensor, chosen: Tensor | 
 
 
 def rotary_tables(config: ModelConfig, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of every angle position × frequency: [num_positions, head_dim / 2] float32 each."""
+    """Return cos and sin of every angle position × frequency: [num_positions, head_dim / 2] float32 each."""
     positions = torch.arange(num_positions, dtype=torch.float32)[:, None]  # [positions, 1]
     angles = positions * inverse_frequencies(config)  # [positions, head_dim / 2], float32 as in transformers
     return angles.cos().to(device), angles.sin().to(device)
 
 
 def inverse_frequencies(config: ModelConfig) -> Tensor:
-    """The rotary frequencies, in radians a position, of each pair of dimensions: [head_dim / 2] float32.
+    """Return the rotary frequencies, in radians per position, of each pair of dimensions: [head_dim / 2] float32.
 
     Rounded where transformers rounds: a frequency's last bit is 0.001 radians at position 8000.
     """
@@ -731,7 +737,7 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
     stretched = frequencies / scaling.factor
     if scaling.rope_type == "linear":
         return stretched
-    # llama3: short wavelengths stay, long ones are stretched, those in between are blended.
+    # llama3: short wavelengths are kept, long ones are stretched, those in between are blended.
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)  # [head_dim / 2]
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     keep = keep.clamp(0, 1)

@@ -1,19 +1,19 @@
-"""Choosing the next tokens of a whole batch at once, where the logits are.
+"""Sampling on the device: the next tokens of a whole batch in one call.
 
-The rules are those of `reference/sampling.py`, in the same order and with the same numbers drawn, so that a seed gives
-the same tokens on both tiers. What differs is the shape of the work. The logits of a batch are millions of
-numbers on a device, and what is wanted of them is a token and a log-probability a sequence. So
+The rules are those of `reference/sampling.py`, in the same order and with the same random numbers, so a seed gives the
+same tokens in both tiers. The work is organized differently. The logits of a batch are millions of numbers on a device,
+and the result is one token and one log-probability per sequence. So
 
 - the parameters of all inputs go to the device in a few copies, however many inputs there are, and all results come
-  back in one. While the same inputs go on, their parameters stay there (`Choosing`);
-- in between, nothing waits for the host: no branch depends on a logit. What cannot be served (NaN, nothing left to
-  choose) is found out at the end, from results that came back anyway;
-- nor does the host wait for the device: the results are on their way to it when `sample` returns, and are waited for
-  when they are first looked at (`Samples`). The next batch need not look: it finds the tokens on the device;
-- an input that is greedy and has no penalties, the commonest, costs one reading of its row (`argmax_logsumexp`) and
-  nothing in float64;
-- a row or a distribution that several inputs share is worked on once. Only inputs with penalties or forbidden tokens
-  need a row of their own.
+  back in one copy. While the inputs stay the same, their parameters stay on the device (`Choosing`);
+- the device does not wait for the host: no branch depends on a logit. Errors (NaN, no token left) are detected at the
+  end, in results that the host receives anyway;
+- the host does not wait for the device: `sample` returns while the results are still on their way, and the first access
+  waits for them (`Samples`). The next batch need not wait, because it reads the tokens on the device;
+- an input that is greedy and has no penalties, the commonest kind, costs one read of its row (`argmax_logsumexp`) and
+  no float64 copy;
+- a row or a distribution that several inputs share is computed once. Only inputs with penalties or forbidden tokens
+  need their own row.
 
 The two functions that read whole rows are kernels (`kernels.SamplingKernels`).
 """
@@ -37,16 +37,17 @@ from minipaged.fast.device import is_gpu, to_device
 from minipaged.fast.kernels import SamplingKernels
 
 PIECE = 2**24
-"""Logits from which tokens are drawn in one go: what is scaled, sorted and added up meanwhile is some 1 GB of a GPU."""
+"""The number of logits from which tokens are drawn at a time. Scaling, sorting and summing them takes about 1 GB of a
+GPU."""
 
 
 Column = TypeVar("Column")
-"""One field of a record of columns: a list or an array on the host, a tensor on the device. The record is the same on
-either side. `send` takes its columns to the device, `Arriving` back to the host."""
+"""One field of a record of columns: a list or an array on the host, a tensor on the device. The same record type serves
+both sides. `send` copies its columns to the device, `Arriving` back to the host."""
 
 
 class Samples(Sequence[Sampled]):
-    """The chosen tokens, on the device and on their way to the host, which waits for them when it first looks."""
+    """The chosen tokens, on the device and on their way to the host, which waits for them at the first access."""
 
     def __init__(self, token_ids: Tensor, fetch: Callable[[], list[Sampled]]) -> None:
         self.token_ids = token_ids  # [inputs] int64, on the device
@@ -69,36 +70,37 @@ class Samples(Sequence[Sampled]):
 
 
 def joined(parts: Sequence[Samples]) -> Samples:
-    """Several as one."""
+    """Concatenate several samples into one."""
     token_ids = torch.cat([part.token_ids for part in parts])
     return Samples(token_ids, lambda: [one for part in parts for one in part])
 
 
 def sample(logits: Tensor, inputs: Sequence[SamplingInput]) -> Sequence[Sampled]:
-    """One token for each input, from `logits` [rows, vocab], float32, float16, bfloat16 or float64, on any device.
+    """Choose one token for each input from `logits` [rows, vocab]: float32, float16, bfloat16 or float64, on any
+    device.
 
-    A row from which nothing can be chosen is an error of the inputs that use it: it holds NaN or plus infinity, or
-    nothing but minus infinity is left.
+    If no token can be chosen from a row, each input that uses it gets an error: the row holds NaN or plus infinity, or
+    only minus infinity is left.
     """
     return Choosing.of(inputs, logits).sample(logits) if inputs else []
 
 
 class Choosing:
-    """How the tokens of a batch are chosen: worked out once, and used again while the inputs stay the same.
+    """The sampling plan of a batch: computed once, and used again while the inputs stay the same.
 
-    The parameters of the inputs are on the device then. A later step sends the numbers to draw with, which depend on
-    the inputs' positions, and the changes for inputs that need a row of their own. (An input's position moves on with
-    its output: `Mirror.sampling_inputs`.)
+    The parameters of the inputs then stay on the device. A later step sends only the random numbers, which depend on
+    the inputs' positions, and the changes for inputs that need their own row. (An input's position advances with its
+    output: `Mirror.sampling_inputs`.)
     """
 
     def __init__(self, inputs: Sequence[SamplingInput], device: torch.device, vocab: int) -> None:
         self.inputs = inputs
         self._kernels = kernels_for(device)
         rows = [wanted.row for wanted in inputs]
-        self._in_order = rows == list(range(len(inputs)))  # input i looks at row i
+        self._in_order = rows == list(range(len(inputs)))  # input i uses row i
         self._all_greedy = all(_is_plainly_greedy(wanted) for wanted in inputs)
         if self._all_greedy and self._in_order:
-            return  # as for most batches: nothing has to be sent
+            return  # the commonest batch: it sends nothing
         self._lookups = lookups = _Lookups(
             rows=rows,
             altered=[index for index, wanted in enumerate(inputs) if not wanted.leaves_logits_alone],
@@ -119,13 +121,14 @@ class Choosing:
 
     @classmethod
     def of(cls, inputs: Sequence[SamplingInput], logits: Tensor, before: Choosing | None = None) -> Choosing:
-        """How these inputs choose from logits [rows, vocab]: `before` again, if it is of the very same inputs."""
+        """Return the plan for inputs and logits [rows, vocab]. It is `before` again if that was made for the same
+        inputs object."""
         return before if before is not None and before.inputs is inputs else cls(inputs, logits.device, logits.shape[1])
 
     def sample(self, logits: Tensor) -> Samples:
-        """One token for each input, at its position as it is now; see the function."""
+        """Choose one token for each input, at its current position; see the function `sample`."""
         if not is_gpu(logits.device) and logits.dtype != torch.float64:
-            logits = logits.float()  # which holds all values of float16 and bfloat16; the compiled loops know neither
+            logits = logits.float()  # holds all float16 and bfloat16 values exactly; the compiled loops support neither
         kernels, inputs = self._kernels, self.inputs
         raw = kernels.argmax_logsumexp(logits)  # [rows] each
         rows = slice(len(inputs)) if self._in_order else self._sent.rows
@@ -176,15 +179,15 @@ class Choosing:
 class _Lookups(NamedTuple, Generic[Column]):
     """The rows, inputs and tokens that `sample` looks up."""
 
-    rows: Column  # [inputs], of the logits
-    altered: Column  # [altered], inputs that need a row of their own
-    ranked: Column  # [ranked], rows whose likeliest tokens are asked for
-    given_rows: Column  # [given], rows of the tokens that are asked for by their ids
-    given_tokens: Column  # [given], those ids
+    rows: Column  # [inputs], each input's row of the logits
+    altered: Column  # [altered], inputs that need their own row
+    ranked: Column  # [ranked], rows whose likeliest tokens are requested
+    given_rows: Column  # [given], rows of the tokens that are requested by id
+    given_tokens: Column  # [given], the ids of these tokens
 
 
 class _Results(NamedTuple, Generic[Column]):
-    """The results of `sample`, before they are put into a `Sampled` for each input."""
+    """The results of `sample`, before they become a `Sampled` for each input."""
 
     token_ids: Column  # [inputs]
     logprobs: Column  # [inputs]
@@ -197,12 +200,14 @@ class _Results(NamedTuple, Generic[Column]):
 
 
 def _logprobs(rows: Tensor, token_ids: Tensor, logits: Tensor, peaks: Tensor, log_totals: Tensor) -> Tensor:
-    """In float64, of tokens in rows of `logits`, both of any shape."""
+    """Return the float64 log-probabilities of tokens in rows of `logits`. The shapes of `rows` and `token_ids` must
+    broadcast."""
     return logits[rows, token_ids].double() - peaks[rows] - log_totals[rows]
 
 
 def gather_logprobs(logits: Tensor, token_ids: Sequence[int], num_logprobs: int) -> Samples:
-    """What `sample` reports of tokens that it chose, for tokens that are given: token i by row i of `logits`."""
+    """Return the log-probabilities of given tokens, in the form in which `sample` reports them. Token i uses row i of
+    `logits`."""
     if not is_gpu(logits.device) and logits.dtype != torch.float64:
         logits = logits.float()
     likeliest, *totals = kernels_for(logits.device).argmax_logsumexp(logits)  # [tokens] each
@@ -236,7 +241,7 @@ def _likeliest(
     peaks: NDArray[np.float64],
     log_totals: NDArray[np.float64],
 ) -> list[Sampled]:
-    """The likeliest token of each input, where nothing else is asked for: its logit is the peak."""
+    """Return the likeliest token of each input; its logit is the peak. For batches without any other request."""
     chosen = zip(likeliest.tolist(), (-log_totals).tolist(), strict=True)
     sampled = [Sampled(token_id, logprob, None) for token_id, logprob in chosen]
     return _without_bad(sampled, inputs, (), likeliest, peaks, peaks[:0])
@@ -245,7 +250,7 @@ def _likeliest(
 def _tell_others(
     sampled: Sequence[Sampled], inputs: Sequence[SamplingInput], ranked: Sequence[int], found: _Results[NDArray[Any]]
 ) -> None:
-    """Fill in the log-probabilities of other tokens, for the inputs that ask for some."""
+    """Fill in the log-probabilities of other tokens, for the inputs that request them."""
     likely = zip(ranked, found.top.tolist(), found.top_logprobs.tolist(), strict=True)
     rankings = {row: list(zip(tokens, logprobs, strict=True)) for row, tokens, logprobs in likely}
     arrived = iter(found.given_logprobs.tolist())
@@ -259,9 +264,10 @@ def _tell_others(
 
 
 def penalise(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
-    """A row in float64 for each input [inputs, vocab]: the tokens that are allowed alone, the bias and the penalties.
+    """Return a row in float64 for each input [inputs, vocab], after the restriction to allowed tokens, bias and
+    penalties.
 
-    What is changed is listed as (place, token) pairs over all inputs, and changed in one operation a rule.
+    The changes are collected as (place, token) pairs over all inputs, and each rule is applied in one operation.
     """
     limited = [number for number, wanted in enumerate(inputs) if wanted.params.allowed_token_ids is not None]
     listed = _Rules(*(_PairList() for _ in _Rules._fields))
@@ -272,7 +278,7 @@ def penalise(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
         bias = dict(params.logit_bias)
         listed.biased.add(number, _tokens(list(bias)), list(bias.values()))
         if params.repetition_penalty != 1:
-            # A token may be listed twice here: both times its logit is read before either is written.
+            # A token may be listed twice here. Both times its logit is read before either result is written.
             seen = np.concatenate((_tokens(wanted.prompt_token_ids), output))
             listed.seen.add(number, seen, params.repetition_penalty)
         tokens, times = np.unique(output, return_counts=True)  # [generated]
@@ -297,7 +303,7 @@ Changes = TypeVar("Changes")
 
 
 class _Rules(NamedTuple, Generic[Changes]):
-    """The changes that each rule makes. The rules are applied in this order."""
+    """The changes that each rule makes. The rules apply in this order."""
 
     allowed: Changes
     forbidden: Changes
@@ -307,20 +313,20 @@ class _Rules(NamedTuple, Generic[Changes]):
 
 
 class _Pairs(NamedTuple, Generic[Column]):
-    """(place, token) pairs, each with a number."""
+    """(place, token) pairs, each with a value."""
 
-    place: Column  # [pairs], of an input
+    place: Column  # [pairs], the number of an input
     token: Column  # [pairs]
     value: Column  # [pairs] float64
 
     @property
     def where(self) -> tuple[Column, Column]:
-        """The pairs as indices of a table [inputs, vocab]."""
+        """The pairs as indices into a table [inputs, vocab]."""
         return self.place, self.token
 
 
 class _PairList:
-    """Pairs that are collected input by input."""
+    """A builder of pairs, filled input by input."""
 
     def __init__(self) -> None:
         none = np.zeros(0, np.int64)
@@ -343,7 +349,7 @@ def _tokens(token_ids: Sequence[int]) -> NDArray[np.int64]:
 
 
 class _Drawing:
-    """The draws of some inputs, in pieces that are each made in one go."""
+    """The draws of some inputs, split into pieces that are each drawn in one call."""
 
     def __init__(
         self,
@@ -353,7 +359,7 @@ class _Drawing:
         vocab: int,
         kernels: SamplingKernels,
     ) -> None:
-        """`users`: (number of an input, the row of logits that it looks at) each. The greedy ones draw nothing."""
+        """`users`: (number of an input, its row of logits) each. Greedy inputs draw nothing."""
         self._device = device
         self._kernels = kernels
         drawing_from: dict[_Distribution, list[int]] = defaultdict(list)  # the inputs that draw from each
@@ -363,10 +369,10 @@ class _Drawing:
                 min_logprob = math.log(params.min_p) if params.min_p > 0 else -math.inf
                 wanted = _Distribution(used_row, params.top_k, params.temperature, min_logprob, 1 - params.top_p)
                 drawing_from[wanted].append(index)
-        only_kernels = is_gpu(device) and not any(one.depth(vocab) for one in drawing_from)  # which make no copies
+        only_kernels = is_gpu(device) and not any(one.depth(vocab) for one in drawing_from)  # kernels make no copies
         pending = iter(drawing_from.items())
         at_once = len(drawing_from) if only_kernels else max(1, PIECE // vocab)
-        self._pieces: list[tuple[_Draws[Tensor], Counters, int]] = []  # and how many of the largest logits they need
+        self._pieces: list[tuple[_Draws[Tensor], Counters, int]] = []  # each with its depth
         while piece := dict(islice(pending, at_once)):
             sent = _Draws(*send(device, *_Draws.of(piece)))
             drawing = [inputs[index] for indices in piece.values() for index in indices]
@@ -374,7 +380,7 @@ class _Drawing:
             self._pieces.append((sent, Counters(drawing), depth))
 
     def put_into(self, token_ids: Tensor, logits: Tensor, peaks: Tensor) -> None:
-        """Put the tokens that are drawn from `logits` [rows, vocab] into `token_ids` [inputs]; peaks: [rows]."""
+        """Draw tokens from `logits` [rows, vocab] into `token_ids` [inputs]; peaks: [rows]."""
         for sent, drawing, depth in self._pieces:
             [numbers] = send(self._device, drawing.uniform(self._kernels))
             token_ids[sent.input] = self._kernels.draw(
@@ -392,28 +398,28 @@ class _Drawing:
 
 
 class _Distribution(NamedTuple):
-    """A row of logits with a temperature and filters: what one or more inputs draw from."""
+    """A row of logits with a temperature and filters, from which one or more inputs draw."""
 
     row: int
     top_k: int
     temperature: float
     min_logprob: float
-    """log of `min_p`; -inf for none."""
+    """The log of `min_p`; -inf for none."""
     share: float
     """The probability that `top_p` may cut off; 0 for none."""
 
     def depth(self, vocab: int) -> int:
-        """How many of the largest logits the filters need in order."""
+        """Return the number of the largest logits that the filters need in order."""
         if 0 < self.top_k < vocab:
             return self.top_k
         return vocab if self.share > 0 else 0
 
 
 class _Draws(NamedTuple, Generic[Column]):
-    """The draws that are made in one go, and the distributions that they are made from."""
+    """The draws of one piece, and the distributions that they use."""
 
     input: Column  # [draws], the number of the input that draws
-    distribution: Column  # [draws], its number among the distributions
+    distribution: Column  # [draws], the number of its distribution
     row: Column  # [distributions]; see `_Distribution`
     top_k: Column  # [distributions]
     temperature: Column  # [distributions] float64
@@ -422,7 +428,7 @@ class _Draws(NamedTuple, Generic[Column]):
 
     @staticmethod
     def of(drawing_from: Mapping[_Distribution, Sequence[int]]) -> _Draws[Sequence[Any] | NDArray[Any]]:
-        """`drawing_from`: for each distribution, the numbers of the inputs that draw from it."""
+        """`drawing_from`: the numbers of the inputs that draw from each distribution."""
         return _Draws(
             input=[index for indices in drawing_from.values() for index in indices],
             distribution=[number for number, indices in enumerate(drawing_from.values()) for _ in indices],
@@ -435,29 +441,31 @@ class _Draws(NamedTuple, Generic[Column]):
 
 
 class Counters:
-    """The seeds, streams and positions of some inputs. The numbers that they draw with are computed from these."""
+    """The seeds, streams and positions of some inputs, from which their random numbers are computed."""
 
     def __init__(self, inputs: Sequence[SamplingInput]) -> None:
         self._first = inputs[0]
         self._first_position = self._first.position
         self._seeds = np.array([wanted.seed & 0xFFFFFFFFFFFFFFFF for wanted in inputs], np.uint64)  # [n]
         self._streams = np.array([wanted.stream for wanted in inputs], np.uint64)  # [n]
-        self._positions = np.array([wanted.position for wanted in inputs], np.uint64)  # [n], as they were at first
+        self._positions = np.array([wanted.position for wanted in inputs], np.uint64)  # [n], at the start
 
     def uniform(self, kernels: SamplingKernels) -> NDArray[np.float64]:
-        """A number in [0, 1) for each input at its position, [n]: 53 bits of Philox4x32-10 (Salmon et al., SC 2011).
+        """Return a number in [0, 1) for each input at its position, [n]: 53 bits of Philox4x32-10 (Salmon et al., SC
+        2011).
 
         The counters are on the host, so the numbers are computed there and sent.
         """
-        later = np.uint64(self._first.position - self._first_position)  # all of them move on alike
+        later = np.uint64(self._first.position - self._first_position)  # all positions advance together
         return kernels.uniform(self._seeds, self._streams, self._positions + later)
 
 
 def largest(values: Tensor, count: int) -> Tensor:
-    """The indices [rows, count] of the `count` largest of each row of `values` (of all n, if fewer).
+    """Return the indices [rows, count] of the `count` largest values of each row of `values` (all n if there are
+    fewer).
 
-    Largest first, and the lowest index on ties. `topk` promises no order among equals, so it is asked twice: first for
-    the value of the last one, then for what to take, ranked so that no two are equal.
+    The largest comes first; on ties, the lowest index. `topk` guarantees no order among equal values, so it is called
+    twice: first for the last value that qualifies, then on ranks without ties.
     """
     n = values.shape[1]
     count = min(count, n)
@@ -466,7 +474,7 @@ def largest(values: Tensor, count: int) -> Tensor:
     last = values.topk(count).values[:, -1:]  # [rows, 1]
     backwards = torch.arange(n, 0, -1, device=values.device)  # [n], the first index has the highest number
     rank = (values >= last) * backwards + (values > last) * n  # [rows, n]
-    chosen = rank.topk(count).indices  # [rows, count]: those above the last one by index, then its equals by index
+    chosen = rank.topk(count).indices  # [rows, count]: those above the last by index, then its equals by index
     order = values.gather(1, chosen).sort(dim=1, descending=True, stable=True).indices  # [rows, count]
     return chosen.gather(1, order)
 
@@ -475,7 +483,7 @@ def largest(values: Tensor, count: int) -> Tensor:
 
 
 def send(device: torch.device, *arrays: Sequence[Any] | NDArray[Any]) -> list[Tensor]:
-    """Arrays of float64, and of whole numbers as int64, on the device: in one copy, side by side."""
+    """Copy arrays to the device in one transfer: float64 stays float64, integers become int64."""
     wide = [array if isinstance(array, np.ndarray) else np.array(array, dtype=np.int64) for array in arrays]
     together = to_device(torch.from_numpy(np.concatenate([array.view(np.int64) for array in wide])), device)
     parts = torch.split(together, [len(array) for array in wide])
@@ -485,15 +493,15 @@ def send(device: torch.device, *arrays: Sequence[Any] | NDArray[Any]) -> list[Te
 
 
 def send_records(device: torch.device, *records: Sequence[Sequence[Any] | NDArray[Any]]) -> list[list[Tensor]]:
-    """Several records of arrays on the device, in one copy: the tensors of each."""
+    """Copy several records of arrays to the device in one transfer. Returns the tensors of each."""
     sent = iter(send(device, *chain.from_iterable(records)))
     return [list(islice(sent, len(record))) for record in records]
 
 
 class Arriving:
-    """Tensors of float64 and int64 on their way to the host: in one copy, which is queued right away.
+    """Tensors of float64 and int64 on their way to the host, in one copy that is queued immediately.
 
-    So who waits for it waits for the work before it, and not for what was queued since.
+    Waiting for them waits for earlier work only, not for work that is queued later.
     """
 
     def __init__(self, *tensors: Tensor) -> None:
@@ -505,7 +513,7 @@ class Arriving:
             self._copied.record(torch.cuda.current_stream(together.device))
 
     def arrays(self) -> list[NDArray[Any]]:
-        """The tensors on the host. This is the only time the host waits."""
+        """Return the tensors on the host. Only this method makes the host wait."""
         if self._copied:
             self._copied.synchronize()
         parts = np.split(self._together.numpy(), np.cumsum([shape.numel() for shape, _ in self._shapes])[:-1])
@@ -516,7 +524,7 @@ class Arriving:
 
 
 def receive(*tensors: Tensor) -> list[NDArray[Any]]:
-    """Tensors of float64 and int64 on the host, waited for."""
+    """Return tensors of float64 and int64 on the host, after waiting for them."""
     return Arriving(*tensors).arrays()
 
 
@@ -531,12 +539,13 @@ def _without_bad(
     peaks: NDArray[np.float64],
     altered_peaks: NDArray[np.float64],
 ) -> list[Sampled]:
-    """With the error in place of the token where the row of an input has no finite peak, or none once penalised."""
+    """Return `sampled` with an error instead of the token where an input's row has no finite peak, before or after
+    penalties."""
     errors: dict[int, str | None] = {}
     for place in np.flatnonzero(~np.isfinite(altered_peaks)).tolist():
         index = altered[place]
         errors[index] = why_nothing_left(inputs[index].ruled_out_by, float(altered_peaks[place]))
-    for index in np.flatnonzero(~np.isfinite(peaks)).tolist():  # then it is not the request that leaves nothing
+    for index in np.flatnonzero(~np.isfinite(peaks)).tolist():  # then the logits are at fault, not the request
         errors[index] = why_no_peak(likeliest[index], peaks[index])
     for index, error in errors.items():
         sampled[index] = Sampled(0, math.nan, None, error)

@@ -1,20 +1,19 @@
-"""One rank's part of a Llama, and what it exchanges with the others (paper, section 4.6; Megatron, arXiv 1909.08053).
+"""One rank's part of a Llama, and its communication with the others (paper, section 4.6; Megatron, arXiv 1909.08053).
 
-The twin of `reference/sharded.py`. Which part is whose, `models/shards.py` says. A rank runs the same `Llama` as ever,
-over its own heads, columns of the MLP, and rows of the vocabulary. What the parts have to be put together for, its
-matrices do by themselves:
+The twin of `reference/sharded.py`. `models/shards.py` assigns the parts. Each rank runs the usual `Llama` on its own
+heads, columns of the MLP, and rows of the vocabulary. Each matrix does its own communication:
 
-    o, down      columns of the whole matrix: each rank has a summand of the product            summed over the ranks
-    embedding    rows of the vocabulary: a token's row is with one rank, the others have zeros  summed over the ranks
-    head         rows of the vocabulary: each rank has the logits of its tokens                 laid side by side
+    o, down      columns of the whole matrix: each rank has a summand of the product             summed over the ranks
+    embedding    rows of the vocabulary: one rank has a token's row, the others produce zeros    summed over the ranks
+    head         rows of the vocabulary: each rank has the logits of its tokens                  concatenated
 
-Two sums a layer, one for the embedding, one exchange of logits. Then every rank has all logits of the step, and chooses
-the same tokens by them (the numbers that are drawn are counted, not remembered), so that nobody has to be told.
+That is two sums per layer, one for the embedding, and one exchange of logits. Afterwards every rank has all logits of
+the step. Each rank chooses the same tokens from them, because random numbers are computed from counters, so no rank has
+to send its choice to the others.
 
-Of a model that is cut into stages, a stage is a `Llama` with some of the layers. What goes in comes from the stage
-before, in the place of the embedding; what comes out goes to the next one, in the place of logits. Only the last stage
-chooses tokens, and the others are told when they are known (`StageLlama.tell`): with a lane for each stage that is
-before they need them.
+In pipeline parallelism, a stage is a `Llama` with some of the layers. Its input, in place of the embedding, comes from
+the previous stage; its output, in place of logits, goes to the next one. Only the last stage chooses tokens. The others
+receive the tokens once they are known (`StageLlama.tell`); with a lane for each stage, that is before they need them.
 """
 
 from __future__ import annotations
@@ -37,21 +36,21 @@ from minipaged.steps import StepInput
 
 
 class Ranks(Protocol):
-    """The ranks of one model, as one of them sees them."""
+    """One rank's connection to the other ranks of its model."""
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """What each rank of this stage has given, in their order: tensors of the shape and type of `x`. All of them
-        call it, in the same order of calls."""
+        """Return the tensors of all ranks of this stage, in rank order, each with the shape and type of `x`. All ranks
+        must make these calls in the same order."""
 
     def hand_on(self, x: Tensor) -> None:
-        """Give x to the rank with the same number in the next stage. `x` must not change any more."""
+        """Send x to the rank with the same number in the next stage. `x` must not change afterwards."""
 
     def take(self, x: Tensor) -> None:
-        """Fill x with what the rank with the same number in the stage before has given, when it has."""
+        """Wait for the tensor of the rank with the same number in the previous stage, and fill x with it."""
 
 
 def over_ranks(weights: Weights, config: ModelConfig, shard: Shard, ranks: Ranks) -> Weights:
-    """One rank's own weights (`models.shards.cut`), with what it takes to put the ranks' results together.
+    """Wrap one rank's own weights (`models.shards.cut`) so that they combine the ranks' results.
 
     `config`: the whole model's.
     """
@@ -67,8 +66,9 @@ def over_ranks(weights: Weights, config: ModelConfig, shard: Shard, ranks: Ranks
 
 
 def summed(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of what the ranks have, added in their order, so that it does not depend on how they were exchanged.
-    (gloo's own sum of three or more ranks is in another order; of two it is the same.) Rounded once, to their type."""
+    """Return the sum of the ranks' tensors, rounded once to their type. It adds in rank order, so that the result does
+    not depend on the transport. (gloo's own sum adds three or more ranks in another order; for two the result is the
+    same.)"""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part
@@ -76,10 +76,10 @@ def summed(parts: Sequence[Tensor]) -> Tensor:
 
 
 class SummedLinear(Linear):
-    """Some columns of a matrix, times the inputs that belong to them; and the same of the other ranks, added."""
+    """Some columns of a matrix. The output is the sum of all ranks' products."""
 
     def __init__(self, part: Linear, ranks: Ranks) -> None:
-        """A bias is with one rank only."""
+        """Only one rank's part has the bias."""
         self.nbytes = part.nbytes
         self._part, self._ranks = part, ranks
 
@@ -88,14 +88,14 @@ class SummedLinear(Linear):
 
 
 class SplitEmbedding:
-    """Some rows of the embedding, and the same of the other ranks."""
+    """Some rows of the embedding. The output combines the rows of all ranks."""
 
     def __init__(self, part: Callable[[Tensor], Tensor], vocab: range, ranks: Ranks) -> None:
-        """`part`: row numbers, from 0, -> [tokens, hidden]. `vocab`: the tokens whose rows these are."""
+        """`part`: maps row numbers, from 0, to [tokens, hidden]. `vocab`: the tokens whose rows this rank has."""
         self._part, self._vocab, self._ranks = part, vocab, ranks
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """token ids [tokens] -> [tokens, hidden]."""
+        """Map token ids [tokens] to [tokens, hidden]."""
         row = token_ids - self._vocab.start
         is_ours = (row >= 0) & (row < len(self._vocab))
         ours = self._part(row.where(is_ours, 0)).where(is_ours[:, None], 0)
@@ -103,15 +103,15 @@ class SplitEmbedding:
 
 
 class SplitHead(Linear):
-    """Some rows of the head, and the same of the other ranks."""
+    """Some rows of the head. The output concatenates the logits of all ranks."""
 
     def __init__(self, part: Linear, sizes: Sequence[int], ranks: Ranks) -> None:
-        """`sizes`: how many rows each rank has."""
+        """`sizes`: the number of rows of each rank."""
         self.nbytes = part.nbytes
         self._part, self._sizes, self._ranks = part, sizes, ranks
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, hidden] -> [tokens, vocab_size]."""
+        """Map [tokens, hidden] to [tokens, vocab_size]."""
         logits = self._part(x)  # [tokens, rows of this rank]
         most = max(self._sizes)
         even = torch.nn.functional.pad(logits, (0, most - logits.shape[1]))  # [tokens, most]
@@ -120,20 +120,20 @@ class SplitHead(Linear):
 
 
 class TakenOver:
-    """What the stage before has made of the tokens."""
+    """The input of a stage that is not the first: the previous stage's output, in place of an embedding."""
 
     def __init__(self, hidden_size: int, like: Tensor, ranks: Ranks) -> None:
         self._hidden_size, self._like, self._ranks = hidden_size, like, ranks
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """token ids [tokens], of which only the number matters -> [tokens, hidden]."""
+        """Map token ids [tokens], of which only the count is used, to [tokens, hidden]."""
         x = self._like.new_empty(len(token_ids), self._hidden_size)
         self._ranks.take(x)
         return x
 
 
 class StageLlama(Llama):
-    """A stage that is not the last one: it makes no logits, and is told which tokens were chosen."""
+    """A stage that is not the last one. It makes no logits, and receives the chosen tokens from outside."""
 
     chooses = False
 
@@ -162,8 +162,8 @@ class StageLlama(Llama):
         return result
 
     def tell(self, number: int, token_ids: Sequence[int]) -> None:
-        """The tokens chosen in the step of this number, before the next one in its lane."""
-        if number in self._untold:  # and the lane has not begun anew since
+        """Receive the tokens chosen in step `number`. This must precede the next step in its lane."""
+        if number in self._untold:  # no longer there if the lane has had a fresh step since
             self._untold.pop(number).token_ids = token_ids
 
     def sample(self, logits: Tensor, inputs: Sequence[SamplingInput]) -> Sequence[Sampled]:
@@ -173,13 +173,13 @@ class StageLlama(Llama):
         return {}
 
     def _leave(self, tokens: FlatBatch, x: Tensor, residual: Tensor) -> Tensor:
-        """Hand on what the next layer would have added: there it is what the embedding is for the first layer."""
+        """Hand on the sum that the next layer would have made. The next stage uses it like an embedding."""
         self._ranks.hand_on(residual.add_(x))
         return self._no_logits()
 
 
 class ToldLater(Sequence[Sampled]):
-    """Choices that another stage makes. Only the tokens come to be known."""
+    """Choices that another stage makes. Only the tokens become known here, without log-probabilities."""
 
     def __init__(self, count: int) -> None:
         self.token_ids: Sequence[int] | None = None if count else ()

@@ -328,7 +328,7 @@ def test_children_of_a_parent_that_is_gone_are_copied_from_what_it_left() -> Non
 def test_a_sequence_that_waits_gives_up_its_row_and_is_sent_anew() -> None:
     setup = Setup(max_rows=2)
     setup.begin((1,), (2, 3))
-    with pytest.raises(ValueError, match="block tables for 2 sequences, and one more holds blocks"):
+    with pytest.raises(ValueError, match="more than 2 sequences hold blocks; that is the number of block tables"):
         setup.sent(begun=(Begun(2, (), 0, (4,), None),))
     setup.begin((1,), (2, 3), fresh=True)
     assert setup.sent(tables=(TableChange(1, 0, ()),)) == []

@@ -374,6 +374,6 @@ def test_what_does_not_fit_together_is_refused() -> None:
     refused("3 query heads", query=batch.query[:, :3])
     refused("head", query=batch.query[:, :, :32])
     refused("same shape and strides", paged=batch.paged._replace(values=batch.paged.values.contiguous()))
-    refused("side by side", query=batch.query.transpose(1, 2).contiguous().transpose(1, 2))
+    refused("elements of one head must be contiguous", query=batch.query.transpose(1, 2).contiguous().transpose(1, 2))
     refused("float16", query=batch.query.half())
     refused("scale must be positive", scale=0.0)

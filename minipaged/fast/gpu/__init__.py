@@ -1,6 +1,6 @@
 """The Triton kernels, each with the function that launches it: for CUDA tensors, or any with `TRITON_INTERPRET=1`.
 
-What they do is described in `minipaged.fast.kernels`.
+`minipaged.fast.kernels` describes each of them.
 """
 
 from minipaged.fast.gpu.attention import paged_decode, paged_prefill

@@ -1,37 +1,41 @@
 """PagedAttention on a GPU (paper, sections 4.1 and 5.1): two Triton kernels and a reduction.
 
-The mathematics is that of `reference/attention.py`: walk along the keys of a sequence, look each one's block up in the
-block table, and keep for every query a running maximum m, a running sum l and a running output o (online softmax).
-What differs is what the walk is made of. A GPU is a hundred or so multiprocessors that each multiply small matrices,
-and that wait a microsecond for memory unless they have asked for much of it ahead. Hence:
+The mathematics is that of `reference/attention.py`: loop over the keys of a sequence, look up each key's block in the
+block table, and keep a running maximum m, a running sum l and a running output o for every query (online softmax). The
+loop is organized for the hardware. A GPU has about a hundred multiprocessors that each multiply small matrices, and
+that wait a microsecond for memory unless they have requested much of it ahead. Hence:
 
 - **Rows.** The query heads that share a key/value head read the same keys: they become the rows of one matrix, so that
   K and V are fetched once for all of them, and Q·K is one product. Prefill packs (query, head) pairs in the same way.
-- **Tiles.** A turn of the loop takes 64 keys (fewer where registers are short), whatever the block size: the tile suits
-  the tensor cores, and the block size suits the memory manager. Each key's block is looked up by itself, so that a tile
-  may span 64 blocks of one token or a quarter of a block of 256.
-- **No mask where none is needed.** Most tiles are seen whole by every row. Only the last ones (the end of the context,
-  the causal diagonal) pay for comparisons. There, nothing past the context is even loaded: an unfilled slot may hold
-  NaN, and a weight of zero does not remove it (0 × NaN is NaN).
+- **Tiles.** An iteration takes 64 keys (fewer if registers are short), whatever the block size: the tile suits
+  the tensor cores, and the block size suits the memory manager. Each key's block is looked up separately, so a tile may
+  span 64 blocks of one token or a quarter of a block of 256.
+- **No needless masks.** In most tiles every row sees every key. Only the last tiles (the end of the context, the causal
+  diagonal) pay for comparisons. There, nothing past the context is even loaded: an unfilled slot may hold NaN, and a
+  weight of zero does not remove it (0 × NaN is NaN).
 - **exp2.** The hardware raises 2 to a power; e^x is 2^(x · log2 e). The factor log2 e is folded into the softmax scale.
 
-**Decode: splits.** One query a sequence gives (sequences × key/value heads) programs, often far fewer than the GPU
-holds. So a long context is divided into splits, each a program of its own that writes a partial result (its output and
-the log-sum-exp that says what it weighs), and a second kernel adds those up. How many splits a sequence needs depends
-on lengths that change at every step, and a CUDA graph cannot change: so the grid has room for the most there
-could be, every program reads the lengths from GPU memory, works out the splits in use, and leaves at once if it is
-not among them. One recorded graph thus serves all lengths. A sequence with one split writes its result directly.
+**Decode: splits.** With one query per sequence there are (sequences × key/value heads) programs, often far fewer than
+the GPU can run at a time. So a long context is divided into splits. Each split is a program of its own, which writes a
+partial result (its output and its log-sum-exp, which gives its weight), and a second kernel merges them. A sequence's
+number of splits depends on lengths that change at every step, but a CUDA graph cannot change. So the grid has room for
+the largest number. Every program reads the lengths from GPU memory, computes the splits in use, and exits immediately
+if its split is not among them. Thus one recorded graph serves all lengths. A sequence with one split writes its result
+directly.
 
-**Prefill: tiles of a mixed batch.** The grid is as long as the tiles there could be: (rows ÷ tile), and one more for
+**Prefill: tiles of a mixed batch.** The grid has room for the largest number of tiles: (rows ÷ tile), and one more for
 each sequence, since each may end in a partial tile. A program finds its sequence by counting those that begin before
-it. Tiles late in a sequence see more keys than early ones and are started first: what is started last should be short.
+it. Tiles late in a sequence see more keys than early ones and are started first, so that the last ones to start are
+short.
 
-**8 bits.** Codes become numbers of the queries' type in registers, between the load and the product: half the bytes
-come from memory, or a quarter. Both kinds fit every type, so that nothing is rounded again. The scales of keys are
-applied to the scores, those of values to the weights, which are far fewer; times the tile itself, they would spill
-registers. (In float16 a weight times a scale is lost below 6e-8: values all below a thousandth would be coarse.)
+**8 bits.** Codes are decoded to the queries' type in registers, between the load and the product: memory delivers half
+the bytes, or a quarter. Every type represents both kinds of code exactly, so nothing is rounded again. The scales of
+keys are applied to the scores, and those of values to the weights, which are far fewer; applied to the tile itself,
+they would spill registers. (In float16 a weight times a scale is lost below 6e-8: values that are all below a
+thousandth would be coarse.)
 
-Which rounding a sequence gets depends a little on the batch (the number of splits does); its mathematics does not.
+The rounding of a sequence's result depends a little on the batch, because the number of splits does. The mathematics
+does not.
 """
 
 # Triton kernels have no Python types: their arguments are pointers and scalars on the device.
@@ -51,29 +55,29 @@ from minipaged.fast.device import is_gpu
 from minipaged.fast.kernels import Paged
 
 MIN_ROWS = tl.constexpr(16)
-"""The tensor cores multiply 16 rows at a time: fewer are padded."""
+"""The number of rows that the tensor cores multiply at a time: fewer rows are padded."""
 
 MIN_KEYS_PER_SPLIT = tl.constexpr(128)
-"""A shorter split costs more to write down and add up than it saves."""
+"""The smallest split. A shorter one costs more to write and merge than it saves."""
 
 MAX_SPLITS = tl.constexpr(128)
-"""The most splits of one sequence: the reduction weighs all of them in one vector."""
+"""The most splits of one sequence: the reduction holds all their weights in one vector."""
 
 PROGRAMS_PER_SM = 1.75
-"""Programs with work for each multiprocessor: while one multiplies, the other has loads under way. All of them must fit
-at once: a program that waits for a place makes all wait for it. Two fit. An eighth is left, for sequences do not divide
-evenly: 32 of 8,192 tokens and 8 heads made 512 programs of half their length, and a second wave that was nearly empty.
-Now they make 256 (278 µs on an H200, 297 before)."""
+"""Programs with work per multiprocessor: while one multiplies, the other has loads under way. All of them must fit at
+the same time, because a program that waits for a place delays all. Two fit. An eighth is left free, since sequences do
+not divide evenly: 32 of 8,192 tokens and 8 heads made 512 programs of half their length, and a second wave that was
+nearly empty. Now they make 256 (278 µs on an H200, 297 before)."""
 
 GRID_PER_SM = 8
-"""Programs in the grid of a decode, for each multiprocessor. Sequences of equal lengths need PROGRAMS_PER_SM and the
-rest leave at once; with mixed lengths the spare ones let the longest sequence be divided finer than the average."""
+"""Programs in the grid of a decode, per multiprocessor. Sequences of equal lengths use PROGRAMS_PER_SM, and the rest
+exit immediately. With mixed lengths, the spare programs let the longest sequence be divided finer than the average."""
 
 E4M3_FACTOR = tl.constexpr(2.0**120)
-"""By how much the exponents of float32 and of e4m3 floats count from different numbers: 127 and 7."""
+"""The factor between the exponent biases of float32 (127) and of e4m3 floats (7)."""
 
 MAX_HEAD_DIM = 256
-"""For wider heads nobody has looked at what the compiler makes of these kernels."""
+"""The widest heads for which the compiled kernels have been examined."""
 
 LOG2_E = math.log2(math.e)
 
@@ -84,7 +88,7 @@ LOG2_E = math.log2(math.e)
 def paged_decode(query: Tensor, paged: Paged, scale: float) -> Tensor:
     """See `minipaged.fast.kernels`. Queries may be strided by token and by head.
 
-    Raises ValueError for shapes or strides that do not fit. What it allocates depends on shapes alone, so that a CUDA
+    Raises ValueError for shapes or strides that do not fit. Its allocations depend on shapes alone, so that a CUDA
     graph can record it.
     """
     keys, values, tables, rows, context_lens, kv_scales = paged
@@ -128,18 +132,18 @@ def paged_decode(query: Tensor, paged: Paged, scale: float) -> Tensor:
 
 
 def _max_splits(seqs: int, kv_heads: int, num_sms: int) -> int:
-    """How many splits of each sequence the grid has room for, with this number of multiprocessors to keep busy."""
+    """Return the number of splits of each sequence for which the grid has room, given the number of multiprocessors."""
     room = GRID_PER_SM * num_sms // (seqs * kv_heads)
     return max(1, min(int(MAX_SPLITS.value), room))
 
 
-# The integers of a batch are pieces of one buffer, at addresses that differ from step to step: Triton would compile a
-# kernel anew for each choice of those that 16 divides, and could make no use of it.
+# The integers of a batch are pieces of one buffer, at addresses that change from step to step. Triton would recompile a
+# kernel for each combination of those that 16 divides, and gain nothing by it.
 @triton.jit(do_not_specialize=["rows", "context_lens", "seqs", "kv_heads", "programs", "max_splits", "table_stride"])
 def _decode_kernel(
     query,  # [seqs, heads, HEAD_DIM]
     keys,  # [num_blocks, kv_heads, BLOCK_SIZE, HEAD_DIM]
-    values,  # the same
+    values,  # like keys
     kv_scales,  # None, or [num_blocks, 2, kv_heads, BLOCK_SIZE]
     tables,  # [num_rows, max_blocks]
     rows,  # [seqs]
@@ -168,7 +172,8 @@ def _decode_kernel(
     DIM: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """One program: the query heads of one key/value head of one sequence, over one split of its context.
+    """One program per (key/value head, sequence, split): its rows are the query heads of the key/value head, and it
+    attends to one split of the context.
 
     The split is the slowest axis of the grid, so that programs with nothing to do come last. The key/value head is the
     fastest: neighbouring programs read neighbouring parts of the same block.
@@ -177,8 +182,8 @@ def _decode_kernel(
     seq = tl.program_id(1)
     split = tl.program_id(2)
     context_len = tl.load(context_lens + seq)
-    row = tl.arange(0, ROWS)  # [ROWS], of which the first GROUP are query heads
-    dim = tl.arange(0, DIM)  # [DIM], of which the first HEAD_DIM exist
+    row = tl.arange(0, ROWS)  # [ROWS]; the first GROUP are query heads
+    dim = tl.arange(0, DIM)  # [DIM]; the first HEAD_DIM exist
     exists = (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]  # [ROWS, DIM]
     head = kv_head * GROUP + row  # [ROWS]
     out_at = seq.to(tl.int64) * out_token_stride + head[:, None] * out_head_stride + dim[None, :]
@@ -205,8 +210,8 @@ def _decode_kernel(
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)  # noqa: E741
     o = tl.zeros([ROWS, DIM], tl.float32)
-    whole = end // TILE * TILE  # `start` is a multiple of TILE: up to here tiles are whole
-    # The last tile's blocks are looked up now, so that their numbers are there when the loop is done.
+    whole = end // TILE * TILE  # `start` is a multiple of TILE, so tiles are whole up to here
+    # The last tile's blocks are looked up now, so that their numbers have arrived when the loop is done.
     last_block = _look_up(table, whole, end, BLOCK_SIZE, TILE)
     for first in range(start, whole, TILE):
         block = _look_up(table, first, end, BLOCK_SIZE, TILE)
@@ -214,7 +219,7 @@ def _decode_kernel(
             q, m, l, o, keys + kv_at, values + kv_at, kv_scales, block, first, end, row,
             scale, block_stride, slot_stride, BLOCK_SIZE, TILE, HEAD_DIM, DIM, MASKED=False,
         )  # fmt: skip
-    # A loop of one turn, so that its loads go through shared memory too: in registers they would be the kernel's peak.
+    # A loop of one iteration, so that its loads use shared memory too: in registers they would be the kernel's peak.
     last_seen = tl.full([ROWS], end - 1, tl.int32)
     for first in tl.range(whole, end, TILE, num_stages=2):
         m, l, o = _attend(  # noqa: E741
@@ -233,7 +238,7 @@ def _decode_kernel(
 
 @triton.jit
 def _tiles_per_split(context_len, context_lens, seqs, kv_heads, programs, max_splits, TILE: tl.constexpr):
-    """How many tiles each split of one sequence takes, so that the whole batch divides evenly over `programs`.
+    """Return the tiles per split of one sequence, such that the whole batch divides evenly over `programs`.
 
     So a sequence of twice the length gets twice the splits. Then they are evened out: 9 tiles at no fewer than 4 each
     are 5 and 4, not 4, 4 and 1. No split in use is empty.
@@ -264,7 +269,7 @@ def _reduce_kernel(
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """One program: one query head of one sequence. Adds up its splits, each weighed with its sum of exponentials."""
+    """One program per (query head, sequence) merges the splits, each weighted by its sum of exponentials."""
     head = tl.program_id(0)
     seq = tl.program_id(1)
     context_len = tl.load(context_lens + seq)
@@ -283,7 +288,7 @@ def _reduce_kernel(
     o = tl.zeros([DIM], tl.float32)
     for first in range(0, num_splits, 16):
         split = first + tl.arange(0, 16)
-        in_use = split < num_splits  # what other splits' places hold is garbage
+        in_use = split < num_splits  # other splits' places hold garbage
         weight = tl.exp2(tl.load(partial_lse + base + split, mask=in_use, other=float("-inf")) - m)  # [16]
         part_at = (base + split)[:, None] * HEAD_DIM + dim[None, :]
         part = tl.load(partial_o + part_at, mask=in_use[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)  # [16, DIM]
@@ -339,7 +344,7 @@ def paged_prefill(query: Tensor, paged: Paged, query_start: Tensor, scale: float
 def _prefill_kernel(
     query,  # [tokens, heads, HEAD_DIM]
     keys,  # [num_blocks, kv_heads, BLOCK_SIZE, HEAD_DIM]
-    values,  # the same
+    values,  # like keys
     kv_scales,  # None, or [num_blocks, 2, kv_heads, BLOCK_SIZE]
     tables,  # [num_rows, max_blocks]
     rows,  # [seqs]
@@ -363,15 +368,16 @@ def _prefill_kernel(
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """One program: ROWS consecutive (query token, head) pairs of one sequence and key/value head, over all they see.
+    """One program per (key/value head, tile): its rows are ROWS consecutive (query token, head) pairs of one sequence,
+    and it attends to all keys that they see.
 
     Pair r of a sequence is head r % GROUP of query token r // GROUP.
     """
     kv_head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # a sequence's last tile, the longest, is started first
 
-    # Sequence s owns the tiles from query_start[s] * GROUP // ROWS + s on: at least as many as it needs, and no sum
-    # over the sequences before it. This tile is that of the last sequence that begins no later.
+    # Sequence s owns the tiles from query_start[s] * GROUP // ROWS + s on: at least as many as it needs, without a sum
+    # over the sequences before it. This tile belongs to the last sequence that begins no later.
     seq = -1
     for first in range(0, seqs, 128):
         s = first + tl.arange(0, 128)
@@ -384,7 +390,7 @@ def _prefill_kernel(
         return
 
     pair = first_pair + tl.arange(0, ROWS)  # [ROWS]
-    dim = tl.arange(0, DIM)  # [DIM], of which the first HEAD_DIM exist
+    dim = tl.arange(0, DIM)  # [DIM]; the first HEAD_DIM exist
     exists = (pair < num_pairs)[:, None] & (dim < HEAD_DIM)[None, :]  # [ROWS, DIM]
     head = kv_head * GROUP + pair % GROUP  # [ROWS]
     token = (first_token + pair // GROUP).to(tl.int64)  # [ROWS]
@@ -392,9 +398,9 @@ def _prefill_kernel(
     q = tl.load(query + q_at[:, None] + dim[None, :], mask=exists, other=0.0)  # [ROWS, DIM]
 
     before = tl.load(context_lens + seq) - num_pairs // GROUP  # positions before the sequence's first query token
-    position = before + pair // GROUP  # [ROWS], of each row's query token: the last one it sees
+    position = before + pair // GROUP  # [ROWS], the position of each row's query token: the last one it sees
     whole = (before + first_pair // GROUP + 1) // TILE * TILE  # up to here every row sees every key
-    end = before + (tl.minimum(first_pair + ROWS, num_pairs) - 1) // GROUP + 1  # here the last row ends
+    end = before + (tl.minimum(first_pair + ROWS, num_pairs) - 1) // GROUP + 1  # the last row ends here
 
     table = tables + tl.load(rows + seq).to(tl.int64) * table_stride
     kv_at = kv_head.to(tl.int64) * kv_head_stride
@@ -418,12 +424,12 @@ def _prefill_kernel(
     tl.store(out + out_at[:, None] + dim[None, :], o.to(out.dtype.element_ty), mask=exists)
 
 
-# --- What both are made of -------------------------------------------------------------------------
+# --- Parts of both kernels -------------------------------------------------------------------------
 
 
 @triton.jit
 def _look_up(table, first, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """The block of each position first .. first + TILE - 1 in one sequence's table; 0 from `end` on."""
+    """Return the block of each position first .. first + TILE - 1 in one sequence's table; 0 from `end` on."""
     position = first + tl.arange(0, TILE)  # [TILE]
     return tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)  # past the context: never read
 
@@ -434,10 +440,10 @@ def _attend(
     m,  # [rows], the largest score so far, times log2 e
     l,  # [rows], the sum of exponentials so far, in units of 2^m  # noqa: E741
     o,  # [rows, DIM], the sum of weighted values so far, in units of 2^m
-    keys,  # those of this program's key/value head, as the values are
+    keys,  # of this program's key/value head, like `values`
     values,
-    kv_scales,  # None, or those of all heads
-    block,  # [TILE], the block that each key is in
+    kv_scales,  # None, or all heads' scales
+    block,  # [TILE], each key's block
     first,
     end,
     last_seen,  # [rows], the last position that each row sees
@@ -450,9 +456,10 @@ def _attend(
     DIM: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """One turn of the paper's loop: the keys at positions first .. first + TILE - 1, those from `end` on left out.
+    """One iteration of the paper's loop: attends to the keys at positions first .. first + TILE - 1, except those from
+    `end` on.
 
-    Every row must see a key in the first tile it is given: m is finite from then on, and -inf - -inf never comes up.
+    Every row must see a key in its first tile: m is finite from then on, so -inf - -inf never occurs.
     """
     position = first + tl.arange(0, TILE)  # [TILE]
     dim = tl.arange(0, DIM)[None, :]  # [1, DIM]
@@ -471,7 +478,7 @@ def _attend(
     if kv_scales is not None:
         slot = position % BLOCK_SIZE
         scale_at = block.to(tl.int64) * (block_stride // 4) + tl.program_id(0) * BLOCK_SIZE + slot  # [TILE]
-        value_scale_at = scale_at + tl.num_programs(0) * BLOCK_SIZE  # [TILE]: after those of all heads' keys
+        value_scale_at = scale_at + tl.num_programs(0) * BLOCK_SIZE  # [TILE]: after the scales of all heads' keys
         if MASKED:
             k_scale = tl.load(kv_scales + scale_at, mask=position < end, other=0.0)  # [TILE]
             v_scale = tl.load(kv_scales + value_scale_at, mask=position < end, other=0.0)
@@ -480,7 +487,7 @@ def _attend(
             v_scale = tl.load(kv_scales + value_scale_at)
         k, v = _numbers(k, q.dtype), _numbers(v, q.dtype)
 
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [rows, TILE]; ieee: fp32 is not cut down to tf32
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [rows, TILE]; ieee: fp32 is not reduced to tf32
     if kv_scales is not None:
         scores *= k_scale[None, :]
     if MASKED:
@@ -497,32 +504,33 @@ def _attend(
 
 @triton.jit
 def _numbers(codes, dtype: tl.constexpr):
-    """What codes [TILE, DIM], int8 or the bits of e4m3 floats, stand for but for their scale. No type rounds them."""
+    """Decode codes [TILE, DIM], int8 or the bits of e4m3 floats, without their scale. The result is exact in any
+    dtype."""
     if codes.dtype == tl.int8:
         wide = codes.to(tl.float32)
-    else:  # sign, exponent and fraction where a float32 has them, with 120 too little in the exponent
+    else:  # move sign, exponent and fraction to float32's places; the factor adds the missing 120 to the exponent
         bits = codes.to(tl.int32)
         wide = (((bits & 128) << 24) | ((bits & 127) << 20)).to(tl.float32, bitcast=True) * E4M3_FACTOR
     return wide.to(dtype)
 
 
-# --- How a kernel is compiled ----------------------------------------------------------------------
+# --- Compile options ----------------------------------------------------------------------------------
 
 
 def _shape(dtype: torch.dtype, dim: int, rows: int, capability: int, in_8_bits: bool) -> dict[str, int]:
-    """What a program is made of: the keys of a tile, warps of 32 threads, stages under way at once.
+    """Return the shape of a program: the keys in a tile, its warps of 32 threads, and the pipeline stages.
 
-    Chosen so that nothing spills: what does not fit into a thread's 255 registers goes to memory and back every turn. A
-    program holds `rows` × `dim` sums and `rows` × TILE scores, and the queries too where it cannot multiply from shared
-    memory. Stages are shared out between two loads of which one needs the other, that of the block table and that of
-    K and V: 5 keep two tiles of K and V under way, and the look-ups two turns before them. There is room for 3 only
-    where a tile has wide heads; not so on data-centre Blackwell, where Triton 3.7.1 moreover forgets a fence with 3, so
-    that the first V may be multiplied before it is there (`early_reads` in tests/fast/compile_kernels.py). Hopper has
-    room for 7, three tiles: on an H200 32 sequences of 8,192 tokens took 250 µs in place of 278, and prompts 3 % less.
-    (Heads of 64 gain nothing by it.) What is kept in 8 bits is in registers as the numbers that it stands for, so that
-    tiles are smaller where there is least room.
+    They are chosen so that nothing spills: values beyond a thread's 255 registers go to memory and back in each
+    iteration. A program holds `rows` × `dim` sums and `rows` × TILE scores, and also the queries if it cannot multiply
+    from shared memory. The stages are divided between two dependent loads, first the block table, then K and V: 5
+    stages keep two tiles of K and V under way, and their look-ups two iterations ahead. If a tile has wide heads, there
+    is room for only 3. An exception is data-centre Blackwell, where Triton 3.7.1 omits a fence with 3 stages, so that
+    the first V may be multiplied before it has arrived (`early_reads` in tests/fast/compile_kernels.py). Hopper has
+    room for 7, three tiles: on an H200 32 sequences of 8,192 tokens took 250 µs instead of 278, and prompts 3 % less.
+    (Heads of 64 gain nothing by it.) Codes of 8 bits are in registers as decoded numbers, so tiles are smaller when
+    there is least room.
     """
-    if dtype == torch.float32:  # no tensor cores: products are sums of single multiplications, which take registers
+    if dtype == torch.float32:  # no tensor cores: sums of single multiplications, which take registers
         few = dim <= 64 and not in_8_bits
         return {"TILE": 16, "num_warps": 4 if few else 8, "num_stages": 5 if dim <= 128 else 3}
     crowded = dim > 128 or (rows >= 64 and not _multiplies_from_shared_memory(capability))
@@ -539,7 +547,8 @@ def _shape(dtype: torch.dtype, dim: int, rows: int, capability: int, in_8_bits: 
 def decode_options(
     dtype: torch.dtype, head_dim: int, group: int, block_size: int, capability: int, in_8_bits: bool, *, split: bool
 ) -> dict[str, Any]:
-    """What the decode kernel is compiled for, on a GPU of this compute capability (× 10). in_8_bits: the cache is."""
+    """Return the decode kernel's compile options on a GPU of this compute capability (× 10). in_8_bits: whether the
+    cache is."""
     rows = max(MIN_ROWS.value, triton.next_power_of_2(group))
     return _options(dtype, head_dim, group, block_size, capability, in_8_bits, rows) | {"SPLIT": split}
 
@@ -553,7 +562,7 @@ def prefill_options(
     in_8_bits: bool,
     max_query_len: int,
 ) -> dict[str, Any]:
-    """What the prefill kernel is compiled for. More rows fetch K and V less often; fewer leave none of them idle."""
+    """Return the prefill kernel's compile options. More rows fetch K and V less often; fewer rows leave none idle."""
     most = 32 if dtype == torch.float32 else 128
     if (_padded(head_dim) > 128 or in_8_bits) and not _multiplies_from_shared_memory(capability):
         most //= 2
@@ -562,7 +571,7 @@ def prefill_options(
 
 
 def reduce_options(decode: dict[str, Any]) -> dict[str, Any]:
-    """What the reduction is compiled for, that goes with a decode kernel of these options."""
+    """Return the compile options of the reduction that belongs to a decode kernel with these options."""
     return {name: decode[name] for name in ("TILE", "HEAD_DIM", "DIM", "enable_fp_fusion")} | {"num_warps": 4}
 
 
@@ -575,16 +584,16 @@ def _options(
         "BLOCK_SIZE": block_size,
         "HEAD_DIM": head_dim,
         "DIM": _padded(head_dim),
-        "enable_fp_fusion": True,  # a multiplication and an addition become one instruction
+        "enable_fp_fusion": True,  # fuses a multiplication and an addition into one instruction
         **_shape(dtype, _padded(head_dim), rows, capability, in_8_bits),
     }
 
 
 def shared_bytes(dtype: torch.dtype, options: dict[str, Any], capability: int) -> int:
-    """The shared memory that a decode or prefill kernel of these options is compiled to take, or up to 10 KB more.
+    """Return the shared memory, in bytes, of a decode or prefill kernel with these options, or up to 10 KB more.
 
-    In it lie the tiles of K and V that are under way, and the one that is multiplied from where it lies; the queries;
-    the weights, unless they can stay in registers; the block numbers of the next tiles, and what warps tell each other.
+    It holds the tiles of K and V that are under way, and the one that is multiplied from there; the queries; the
+    weights, unless they can stay in registers; the block numbers of the next tiles, and what warps exchange.
     """
     rows, tile, dim = options["ROWS"], options["TILE"], options["DIM"]
     in_place = rows >= 64 and dtype != torch.float32 and _multiplies_from_shared_memory(capability)
@@ -594,11 +603,11 @@ def shared_bytes(dtype: torch.dtype, options: dict[str, Any], capability: int) -
 
 
 def shape_problem(dtype: torch.dtype, head_dim: int, group: int, capability: int, shared_memory: int) -> str | None:
-    """Why these kernels cannot be had for a model on a GPU of this compute capability (× 10), which lets a program have
-    so many bytes of shared memory; None if they can. `group`: query heads for each key/value head."""
+    """Return why these kernels do not support a model on a GPU of this compute capability (× 10) with this many bytes
+    of shared memory per program; None if they do. `group`: query heads for each key/value head."""
     if head_dim > MAX_HEAD_DIM:
         return f"the kernels are for heads of up to {MAX_HEAD_DIM} numbers, and this model's have {head_dim}"
-    shape = (dtype, head_dim, group, 1, capability, False)  # in 8 bits they take less
+    shape = (dtype, head_dim, group, 1, capability, False)  # 8 bits take less
     choices = [decode_options(*shape, split=True), *(prefill_options(*shape, 2**i) for i in range(8))]
     needed = max(shared_bytes(dtype, options, capability) for options in choices)
     if needed > shared_memory:
@@ -610,12 +619,13 @@ def shape_problem(dtype: torch.dtype, head_dim: int, group: int, capability: int
 
 
 def _multiplies_from_shared_memory(capability: int) -> bool:
-    """Hopper and data-centre Blackwell, which also have more than twice the shared memory of consumer chips (99 KB)."""
+    """Whether this is Hopper or data-centre Blackwell. They have over twice the shared memory of consumer chips (99
+    KB)."""
     return capability // 10 in (9, 10)
 
 
 def _padded(head_dim: int) -> int:
-    """The tensor cores multiply powers of two."""
+    """Return the head dimension padded for the tensor cores, which multiply powers of two."""
     return max(16, int(triton.next_power_of_2(head_dim)))
 
 
@@ -623,22 +633,23 @@ def _padded(head_dim: int) -> int:
 
 
 def _check(query: Tensor, keys: Tensor, values: Tensor, kv_scales: Tensor | None, scale: float) -> int:
-    """The number of query heads for each key/value head. Raises ValueError for what does not fit together."""
+    """Return the number of query heads for each key/value head. Raises ValueError if the arguments do not fit
+    together."""
     heads, head_dim = query.shape[1:]
     kv_heads = keys.shape[1]
     if heads % kv_heads or keys.shape[3] != head_dim:
         raise ValueError(
-            f"{heads} query heads of {head_dim} do not go with {kv_heads} key/value heads of {keys.shape[3]}"
+            f"{heads} query heads of {head_dim} do not match {kv_heads} key/value heads of {keys.shape[3]}"
         )
     if keys.shape != values.shape or keys.stride() != values.stride():
         raise ValueError("keys and values must have the same shape and strides: views of one cache")
     if query.stride(2) != 1 or keys.stride(3) != 1:
-        raise ValueError("the elements of one head must lie side by side, in queries and in the cache")
+        raise ValueError("the elements of one head must be contiguous, in queries and in the cache")
     if kv_scales is not None:
         if keys.dtype not in (torch.int8, torch.uint8) or kv_scales[0, 0].shape != keys.shape[1:3]:
-            raise ValueError(f"keys in {keys.dtype} {tuple(keys.shape)} do not go with scales {tuple(kv_scales.shape)}")
+            raise ValueError(f"keys in {keys.dtype} {tuple(keys.shape)} do not match scales {tuple(kv_scales.shape)}")
     elif query.dtype != keys.dtype:
-        raise ValueError(f"queries in {query.dtype} cannot meet keys in {keys.dtype}")
+        raise ValueError(f"queries in {query.dtype} do not match keys in {keys.dtype}")
     if not scale > 0:
         raise ValueError(f"scale must be positive, not {scale}")
     return heads // kv_heads
@@ -647,7 +658,7 @@ def _check(query: Tensor, keys: Tensor, values: Tensor, kv_scales: Tensor | None
 def _num_sms(device: torch.device) -> int:
     if is_gpu(device):
         return torch.cuda.get_device_properties(device).multi_processor_count
-    return 2  # Triton's interpreter runs one program after another: a short grid
+    return 2  # Triton's interpreter runs programs one after another, so a short grid
 
 
 def _capability(device: torch.device) -> int:

@@ -1,20 +1,20 @@
 """Block tables in the device's memory, changed and read there (paper, section 4.2, Fig. 6).
 
-The tables of all sequences are one int32 tensor `tables` [num_rows, max_blocks]; a sequence owns a row. What a row
-holds past its sequence's last block is left over from its former owners and means nothing. Sending all tables anew
-for each step would be num_rows * max_blocks numbers; sending what changed is at most one entry for each sequence that
-began a block:
+The tables of all sequences are one int32 tensor `tables` [num_rows, max_blocks]; each sequence owns a row. Entries of a
+row past its sequence's last block are leftovers of a former owner and have no meaning. Sending all tables at each step
+would take num_rows * max_blocks numbers. Sending the changes takes at most one entry for each sequence that began a
+block:
 
     edit_tables      (row, logical block, physical block) for each entry that is new or replaced
     fork_tables      (parent row, child row, entries) for each sequence forked: its row is copied on the device
     slot_mapping     the slots of any tokens: prefill, chunks and mixed batches
     advance_decode   one token more for each sequence: position, slot and context length of the next step
 
-`advance_decode` is what lets a captured CUDA graph be replayed step after step: it reads and writes fixed buffers, so
-that the host has nothing to send but the edits, one step in block_size for each sequence.
+`advance_decode` makes it possible to replay a captured CUDA graph step after step. It reads and writes fixed buffers,
+so the host sends only the edits: for each sequence, in one step out of block_size.
 
-Nothing here checks rows, positions or entries: a wrong one is the caller's fault and reads or overwrites other
-memory. Slots are int32, so a cache has fewer than 2**31 of them.
+The kernels do not check rows, positions or entries. A wrong one is the caller's error, and makes a kernel read or
+overwrite other memory. Slots are int32, so a cache has fewer than 2**31 of them.
 """
 
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
@@ -27,10 +27,10 @@ import triton.language as tl
 from torch import Tensor
 
 LANES = 128
-"""Edits or tokens of one program: one a thread. The launch takes longer than the work, whatever this is."""
+"""The edits or tokens of one program: one per thread. The launch takes longer than the work, with any number."""
 
 PIECE = 1024
-"""Table entries that one program copies in a fork: more than most sequences have, so that few programs are idle."""
+"""The table entries that a program copies in a fork: more than most sequences have, so that few programs are idle."""
 
 
 def edit_tables(tables: Tensor, edits: Tensor) -> None:
@@ -39,9 +39,9 @@ def edit_tables(tables: Tensor, edits: Tensor) -> None:
     _edit_tables[(triton.cdiv(n, LANES),)](tables, edits, n, tables.stride(0), LANES=LANES, num_warps=4)
 
 
-# Triton would compile a kernel anew for each n and each address that 16 divides or does not. Both differ from step to
-# step (index tensors are often pieces of one buffer), and these kernels could make no use of it. Nor could they of the
-# stride of tables, which is another one where tables are made for one batch.
+# Triton would recompile a kernel for each n, and for addresses that 16 does or does not divide. Both change from step
+# to step (index tensors are often pieces of one buffer), and these kernels gain nothing by it. Nor do they gain by the
+# stride of tables, which differs when tables are made for one batch.
 @triton.jit(do_not_specialize=["edits", "n", "table_stride"])
 def _edit_tables(tables, edits, n, table_stride, LANES: tl.constexpr):
     edit = tl.program_id(0) * LANES + tl.arange(0, LANES)  # [LANES]
@@ -60,7 +60,8 @@ def fork_tables(tables: Tensor, forks: Tensor) -> None:
 
 @triton.jit(do_not_specialize=["forks", "table_stride"])
 def _fork_tables(tables, forks, table_stride, PIECE: tl.constexpr):
-    """Program (fork, piece). Pieces past the entries to copy find nothing to do: lengths are not known on the host."""
+    """One program per (fork, piece) copies a piece of the parent's row. The host does not know the lengths, so programs
+    past the entries to copy do nothing."""
     fork = tl.program_id(0)
     parent = tl.load(forks + 3 * fork).to(tl.int64)
     child = tl.load(forks + 3 * fork + 1).to(tl.int64)
@@ -85,14 +86,14 @@ def slot_mapping(tables: Tensor, rows: Tensor, positions: Tensor, block_size: in
 def _slot_mapping(tables, rows, positions, slots, n, table_stride, BLOCK_SIZE: tl.constexpr, LANES: tl.constexpr):
     token = tl.program_id(0) * LANES + tl.arange(0, LANES)  # [LANES]
     mask = token < n
-    position = tl.load(positions + token, mask=mask, other=-1)  # -1: past the last one
+    position = tl.load(positions + token, mask=mask, other=-1)  # -1: past the end
     row = tl.load(rows + token, mask=mask, other=0)
     tl.store(slots + token, _slots(tables, table_stride, row, position, BLOCK_SIZE), mask=mask)
 
 
 @triton.jit
 def _slots(tables, table_stride, row, position, BLOCK_SIZE: tl.constexpr):
-    """The slots of positions; -1 for a negative one. Entries that nobody asked for are not read."""
+    """Return the slots of positions, -1 for a negative position. Only the entries of real positions are read."""
     real = position >= 0
     block = tl.load(tables + row.to(tl.int64) * table_stride + position // BLOCK_SIZE, mask=real, other=0)
     return tl.where(real, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)

@@ -1,26 +1,25 @@
-"""Putting keys and values into the paged cache, and copying blocks within it (paper, section 5.1).
+"""Writing keys and values into the paged cache, and copying blocks within it (paper, section 5.1).
 
-The cache is one tensor [num_blocks, num_layers, 2, kv_heads, block_size, head_dim], contiguous, the 2 standing for keys
-and values: all that belongs to a block lies in one piece, so that copying a block is copying a run of bytes. Within
-a layer, the keys of one head in one block are a dense tile [block_size, head_dim], which is what attention loads. A
-layer's keys are the strided view `cache[:, layer, 0]` and its values `cache[:, layer, 1]`; a token's slot is
-`block * block_size + offset`.
+The cache is one contiguous tensor [num_blocks, num_layers, 2, kv_heads, block_size, head_dim]; the 2 is keys, values.
+Each block is contiguous, so copying a block copies one run of bytes. Within a layer, the keys of one head in one block
+are a dense tile [block_size, head_dim], which is the unit that attention loads. A layer's keys are the strided view
+`cache[:, layer, 0]` and its values `cache[:, layer, 1]`; a token's slot is `block * block_size + offset`.
 
-    rope_and_write   once a layer: rotate the query and the key of each token, store key and value into its slot; where
+    rope_and_write   once per layer: rotate the query and the key of each token, store key and value into its slot; if
                      the model has norms of queries and keys, they come first and in the same registers
     write            the same without rotation, for keys that are rotated already
     copy_blocks      copy-on-write: all pairs, all layers, keys and values in one launch (section 5.1, third kernel)
-    poison_blocks    NaN into blocks that are nobody's (debugging only)
+    poison_blocks    NaN into free blocks (debugging only)
 
-Where keys and values are kept in 8 bits, a program holds whole heads: it finds the largest number of each, divides by
-the scale and rounds, all in registers. The bits of sizes are in the order of sizes, and NaN comes after all of them: so
-the largest is looked for among the bits. Rounding is arithmetic on bits as well, the same on every GPU (the older ones
-have no floats of 8 bits) and in the interpreter (whose own conversion to them is wrong).
+With keys and values in 8 bits, a program holds whole heads: it finds the largest absolute value of each head, divides
+by the scale and rounds, all in registers. The bits of absolute values, as integers, have the same order as the values,
+and NaN comes after all of them, so the maximum is taken over the bits. Rounding is bit arithmetic too: it is the same
+on every GPU (older ones lack floats of 8 bits) and in the interpreter (whose own conversion to them is wrong).
 
-All of them are bound by memory or by the time it takes to launch them, so what they do about speed is: touch each
-byte once, in accesses of 16 bytes, and be one launch where plain tensor code would be many. None checks what it is
-handed (the numbers live in the device's memory, and looking at them would stop the host until the device is done): a
-slot, position or block outside its range is the caller's fault and overwrites somebody's memory.
+All these kernels are bound by memory or by their launch. So they touch each byte once, in accesses of 16 bytes, and
+take one launch where plain tensor code would take many. They do not check their arguments (the numbers are in the
+device's memory, and reading them would stop the host until the device is done). A slot, position or block out of range
+is the caller's error, and overwrites other memory.
 """
 
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
@@ -33,14 +32,15 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 512
-"""Elements of one half of the heads that a program rotates: with two warps, each thread loads 8, 16 bytes in fp16."""
+"""The elements of one half of the heads that a program rotates: with two warps, each thread loads 8 elements, which are
+16 bytes in fp16."""
 
 SMALLEST_SCALE = tl.constexpr(2.0**-126)
 """The scale of a head of zeros, so that nothing is divided by 0: the smallest normal float32."""
 
 PIECE = 2048
-"""Words of a block that a program copies: with four warps and 8-byte words, eight 16-byte loads are in flight in each
-thread before the first is stored."""
+"""The words of a block that a program copies: with four warps and 8-byte words, each thread has eight 16-byte loads in
+flight before it stores the first."""
 
 
 def rope_and_write(
@@ -57,25 +57,25 @@ def rope_and_write(
     kv_scales: Tensor | None = None,
     static_scales: Tensor | None = None,
 ) -> Tensor:
-    """See `minipaged.fast.kernels`. Rows of `qkv` may be strided, `head_dim` is even; positions and slots may be int64,
-    and a negative position turns as position 0 does."""
+    """See `minipaged.fast.kernels`. Rows of `qkv` may be strided, and `head_dim` must be even. Positions and slots may
+    be int64, and a negative position rotates like position 0."""
     _, num_kv_heads, block_size, head_dim = keys.shape
     query = qkv.new_empty(len(qkv), num_heads, head_dim)
     half = triton.next_power_of_2(head_dim // 2)
-    heads = max(1, TILE // half)  # of one program
-    programs = triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads)  # of one token
+    heads = max(1, TILE // half)  # per program
+    programs = triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads)  # per token
     query_norm, key_norm = (None, None) if qk_norm is None else qk_norm.unbind()  # [head_dim] each
     _rope_and_write[len(qkv), programs](
         qkv, cos, sin, positions, slots, query_norm, key_norm, query, keys, values, kv_scales, static_scales,
         qkv.stride(0), *keys.stride()[:3], eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        HEADS=heads, HALF=half, num_warps=2, enable_fp_fusion=False,  # rounded between * and +, as the reference does
+        HEADS=heads, HALF=half, num_warps=2, enable_fp_fusion=False,  # rounded between * and +, like the reference
     )  # fmt: skip
     return query
 
 
-# Index tensors are often pieces of one buffer, at addresses that differ from step to step. Triton would compile the
-# kernel anew for each choice of those that 16 divides, and could make no use of it: they are read one by one.
+# Index tensors are often pieces of one buffer, at addresses that change from step to step. Triton would recompile the
+# kernel for each combination of those that 16 divides, and gain nothing by it: they are read one by one.
 @triton.jit(do_not_specialize=["positions", "slots"])
 def _rope_and_write(
     qkv, cos, sin, positions, slots, query_norm, key_norm, query, keys, values, kv_scales, static_scales,
@@ -83,9 +83,10 @@ def _rope_and_write(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, group): HEADS query heads, or, in the last groups, HEADS key heads and their values.
+    """One program per (token, group) rotates HEADS query heads; in the last groups, it rotates and stores HEADS key
+    heads, and stores their values.
 
-    One program a token would leave most of the GPU idle in decoding, where tokens are few.
+    One program per token would leave most of the GPU idle in decoding, where tokens are few.
     """
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
@@ -94,7 +95,7 @@ def _rope_and_write(
     d = tl.arange(0, HALF)[None, :]  # [1, HALF]
     in_head = d < half_dim
 
-    # Padding in a batch of fixed size has no position; its result is thrown away, but it must not read out of bounds.
+    # Padding in a batch of fixed size has no position. Its result is discarded, but it must not read out of bounds.
     position = tl.maximum(tl.load(positions + token).to(tl.int64), 0)
     turn_cos = tl.load(cos + position * half_dim + d, mask=in_head, other=0.0)  # [1, HALF]
     turn_sin = tl.load(sin + position * half_dim + d, mask=in_head, other=0.0)  # [1, HALF]
@@ -140,7 +141,8 @@ def _rope_and_write(
 
 @triton.jit
 def _rotated(heads, d, norm, eps, turn_cos, turn_sin, mask, half_dim: tl.constexpr):
-    """Both halves of some heads, each pair (i, i + half_dim) turned by its angle: in float32, rounded once when stored.
+    """Return both halves of some heads in float32, each pair (i, i + half_dim) rotated by its angle. They are rounded
+    once, when stored.
 
     A program holds whole pairs, so a head is two tiles of half_dim, each read once: nothing has to be shuffled.
     """
@@ -149,7 +151,7 @@ def _rotated(heads, d, norm, eps, turn_cos, turn_sin, mask, half_dim: tl.constex
     dtype = a.dtype
     a = a.to(tl.float32)
     b = b.to(tl.float32)
-    if norm is not None:  # rounded as in `llama._normed`
+    if norm is not None:  # rounded like `llama._normed`
         scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1))[:, None] / (2 * half_dim) + eps)  # [HEADS, 1]
         in_head = d < half_dim
         a = ((a * scale).to(dtype) * tl.load(norm + d, mask=in_head, other=0.0)).to(tl.float32)
@@ -159,21 +161,21 @@ def _rotated(heads, d, norm, eps, turn_cos, turn_sin, mask, half_dim: tl.constex
 
 @triton.jit
 def _scale_at(slot, head, block_stride, BLOCK_SIZE: tl.constexpr):
-    """Where the scales of keys of a slot are. Blocks of scales are as many bytes apart as those of codes."""
+    """Return the offset of a slot's key scales. Blocks of scales and of codes have the same stride in bytes."""
     return slot // BLOCK_SIZE * (block_stride // 4) + head * BLOCK_SIZE + slot % BLOCK_SIZE
 
 
 @triton.jit
 def _largest(x, mask):
-    """The bits of the largest size of a number in each row of x [HEADS, n]: [HEADS, 1] int32."""
+    """Return the bits of the largest absolute value in each row of x [HEADS, n]: [HEADS, 1] int32."""
     sizes = x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF  # [HEADS, n]
     return tl.max(tl.where(mask, sizes, 0), axis=1)[:, None]
 
 
 @triton.jit
 def _scale(largest, static, place, exists, kind: tl.constexpr):
-    """The scale of heads whose largest numbers have these bits, for codes of this type; or, if there are static ones,
-    what stands in their `place`."""
+    """Return the scale of heads from the bits of their largest absolute values, for codes of this type; or the static
+    scale at `place`, if there are static scales."""
     most: tl.constexpr = 127.0 if kind == tl.int8 else 448.0
     scale = tl.div_rn(largest.to(tl.float32, bitcast=True), tl.full(largest.shape, most, tl.float32))
     scale = tl.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, scale)  # NaN is not less
@@ -184,17 +186,17 @@ def _scale(largest, static, place, exists, kind: tl.constexpr):
 
 @triton.jit
 def _codes(x, scale, kind: tl.constexpr):
-    """x [HEADS, n] in codes, int8 or the bits of e4m3 floats, each rounded to the nearest and ties to even."""
+    """Encode x [HEADS, n] as codes, int8 or the bits of e4m3 floats, each rounded to nearest, ties to even."""
     scaled = tl.div_rn(x.to(tl.float32), tl.broadcast_to(scale, x.shape))
     if kind == tl.int8:
-        scaled = tl.clamp(scaled, -128.0, 127.0)  # it may be larger with a static scale only
-        codes = (scaled + 12582912.0).to(tl.int32, bitcast=True)  # the bits of 1.5 * 2**23 + n end with those of n
+        scaled = tl.clamp(scaled, -128.0, 127.0)  # only a static scale lets it be larger
+        codes = (scaled + 12582912.0).to(tl.int32, bitcast=True)  # the lowest bits of 1.5 * 2**23 + n are those of n
     else:
         bits = tl.clamp(scaled, -448.0, 448.0).to(tl.int32, bitcast=True)
         size = bits & 0x7FFFFFFF
-        # Below 2**-6 there are 2**-9 between neighbours, as from 16384 on in float32.
+        # Below 2**-6 the spacing is 2**-9, as from 16384 on in float32.
         small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-        # The exponent counts from 7, not from 127, and has 3 bits of fraction below it.
+        # The exponent's bias is 7 instead of 127, above a fraction of 3 bits.
         other = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960
         codes = tl.where(size < (121 << 23), small, other) | ((bits >> 24) & 128)
     return codes.to(kind)
@@ -212,7 +214,7 @@ def write(
     """Store the keys and values of some tokens into their slots."""
     _, num_kv_heads, block_size, head_dim = keys.shape
     dims = triton.next_power_of_2(head_dim)
-    heads = max(1, TILE // dims)  # of one program
+    heads = max(1, TILE // dims)  # per program
     _write[len(k), triton.cdiv(num_kv_heads, heads)](
         slots, k, v, keys, values, kv_scales, static_scales, k.stride(0), v.stride(0), *keys.stride()[:3],
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, HEADS=heads, DIMS=dims, num_warps=2,
@@ -225,7 +227,7 @@ def _write(
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, group): HEADS key heads and their values."""
+    """One program per (token, group) stores HEADS key heads and their values."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     if slot >= 0:
@@ -250,7 +252,7 @@ def _write(
 
 
 def copy_blocks(cache: Tensor, pairs: Tensor) -> None:
-    """Copy whole blocks: all layers, keys and values, of all pairs in one launch, and at the same time."""
+    """See `minipaged.fast.kernels`. All pairs are copied in one launch, at the same time."""
     blocks = cache.view(len(cache), -1)
     block_bytes = blocks.shape[1] * cache.element_size()
     words = blocks.view(_word(block_bytes | cache.data_ptr()))
@@ -262,9 +264,9 @@ def copy_blocks(cache: Tensor, pairs: Tensor) -> None:
 
 
 def _word(bytes_and_address: int) -> torch.dtype:
-    """The widest integer type that divides both a block's size and the address where the cache begins.
+    """Return the widest integer type that divides both a block's size and the address at which the cache begins.
 
-    Where the size is even in 8-byte words, neighbouring words become one access of 16 bytes.
+    If the size is an even number of 8-byte words, neighbouring words become one access of 16 bytes.
     """
     wide = (dtype for dtype in (torch.int64, torch.int32, torch.int16) if bytes_and_address % dtype.itemsize == 0)
     return next(wide, torch.uint8)
@@ -272,10 +274,10 @@ def _word(bytes_and_address: int) -> torch.dtype:
 
 @triton.jit(do_not_specialize=["pairs"])
 def _copy_blocks(words, pairs, WORDS: tl.constexpr, PIECE: tl.constexpr):
-    """Program pair * pieces + piece: neighbours copy neighbouring pieces of one block.
+    """One program per (pair, piece) copies a piece of a block: neighbouring programs copy neighbouring pieces.
 
-    One dimension, because a grid's second one ends at 65535. WORDS is fixed for a cache, so compiling it in costs one
-    compilation, and the compiler sees whether blocks begin at multiples of 16 bytes.
+    The grid has one dimension, because its second one is limited to 65535. WORDS is fixed for a cache, so as a constant
+    it costs one compilation, and the compiler sees whether blocks begin at multiples of 16 bytes.
     """
     pieces: tl.constexpr = (WORDS + PIECE - 1) // PIECE
     pair = tl.program_id(0) // pieces
@@ -288,5 +290,5 @@ def _copy_blocks(words, pairs, WORDS: tl.constexpr, PIECE: tl.constexpr):
 
 
 def poison_blocks(cache: Tensor, blocks: Tensor) -> None:
-    """See `minipaged.fast.kernels`. For debugging, torch's kernel will do."""
+    """See `minipaged.fast.kernels`. For debugging, torch's kernel is enough."""
     cache.index_fill_(0, blocks.long(), float("nan"))

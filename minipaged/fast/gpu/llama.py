@@ -1,17 +1,17 @@
-"""What a Llama does between its matrix products: normalise, add, gate.
+"""The kernels of a Llama between its matrix products: normalize, add, gate.
 
-These have next to no arithmetic for the bytes they move, so each is one pass over memory: a row is read once, in
-accesses of 16 bytes where its size and place allow, kept in registers, and written once. Written with plain tensor
-operations, a norm alone would read and write the row five times.
+They do very little arithmetic per byte they move, so each is one pass over memory: a row is read once, in accesses of
+16 bytes if its size and address allow, kept in registers, and written once. In plain tensor operations, a norm alone
+would read and write the row five times.
 
     rms_norm       norm(x)
-    add_rms_norm   residual += x, norm(residual): the sum is normalised while it is still in registers
+    add_rms_norm   residual += x, norm(residual): the sum is normalized while it is still in registers
     swiglu         silu(gate) * up
 
 Rounding follows transformers' `LlamaRMSNorm`: the norm in float32, rounded to the tensor's type, then multiplied by the
-weight in that type. Rounding elsewhere would be as right, but in half precision it would not be the same model's
-logits to the last bits, and greedy ties would fall differently. For the same reason no multiplication is fused with an
-addition (`enable_fp_fusion`), which costs nothing where memory is what takes the time.
+weight in that type. Rounding elsewhere would be as accurate, but in half precision the last bits of the logits would
+differ from the model's, and greedy ties would fall differently. For the same reason no multiplication is fused with an
+addition (`enable_fp_fusion`), which costs nothing in kernels bound by memory.
 """
 
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
@@ -31,7 +31,8 @@ from minipaged.fast.linear import expanded, quantizing
 from minipaged.models.quantized.stored import StoredMatrix
 
 TILE = 1024
-"""Elements that one program of `swiglu` computes: with four warps, 8 a thread, 16 bytes in half precision."""
+"""The elements that a program of `swiglu` computes: with four warps, each thread has 8 elements, which are 16 bytes in
+half precision."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -47,7 +48,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @triton.jit
 def _rms_norm(x, weight, normed, x_stride, eps, HIDDEN: tl.constexpr, WIDTH: tl.constexpr):
-    """Program token: the whole row."""
+    """One program per token normalizes its whole row."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, WIDTH)  # [WIDTH]
     row = tl.load(x + token * x_stride + i, mask=i < HIDDEN, other=0.0)
@@ -56,7 +57,7 @@ def _rms_norm(x, weight, normed, x_stride, eps, HIDDEN: tl.constexpr, WIDTH: tl.
 
 @triton.jit
 def _normed(row, weight, eps, HIDDEN: tl.constexpr, WIDTH: tl.constexpr):
-    """The norm of a row [WIDTH] that is 0 from HIDDEN on."""
+    """Return the norm of a row [WIDTH] that is 0 from HIDDEN on."""
     i = tl.arange(0, WIDTH)  # [WIDTH]
     wide = row.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / HIDDEN + eps)
@@ -64,7 +65,7 @@ def _normed(row, weight, eps, HIDDEN: tl.constexpr, WIDTH: tl.constexpr):
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `minipaged.fast.kernels`. Rows of both may be strided."""
+    """See `minipaged.fast.kernels`. Rows of x and residual may be strided."""
     hidden = x.shape[1]
     normed = x.new_empty(x.shape)
     _add_rms_norm[(len(x),)](
@@ -78,20 +79,20 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 def _add_rms_norm(
     x, residual, weight, normed, x_stride, residual_stride, eps, HIDDEN: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Program token: the whole row."""
+    """One program per token adds and normalizes its whole row."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, WIDTH)  # [WIDTH]
     residual_row = residual + token * residual_stride + i
     row = tl.load(residual_row, mask=i < HIDDEN, other=0.0)
-    row += tl.load(x + token * x_stride + i, mask=i < HIDDEN, other=0.0)  # rounded to the type, as it is stored
+    row += tl.load(x + token * x_stride + i, mask=i < HIDDEN, other=0.0)  # rounded to the type, like the stored sum
     tl.store(residual_row, row, mask=i < HIDDEN)
     tl.store(normed + token * HIDDEN + i, _normed(row, weight, eps, HIDDEN, WIDTH), mask=i < HIDDEN)
 
 
 def _warps(x: Tensor) -> int:
-    """Return the number of warps with which each thread has one access of 16 bytes of a row, at most 16.
+    """Return the number of warps that gives each thread one access of 16 bytes of a row, at most 16.
 
-    In decoding there are fewer rows than multiprocessors, so a row's own width is all the parallelism there is.
+    In decoding there are fewer rows than multiprocessors, so the row's width is the only parallelism.
     """
     row_bytes: int = triton.next_power_of_2(x.shape[1]) * x.element_size()
     return min(16, max(1, row_bytes // (32 * 16)))
@@ -109,7 +110,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 @triton.jit
 def _swiglu(gate_up, activated, gate_up_stride, INTERMEDIATE: tl.constexpr, TILE: tl.constexpr):
-    """Program (token, tile)."""
+    """One program per (token, tile) computes a tile of the token's row."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * TILE + tl.arange(0, TILE)  # [TILE]
     row = gate_up + token * gate_up_stride + i
@@ -120,13 +121,13 @@ def _swiglu(gate_up, activated, gate_up_stride, INTERMEDIATE: tl.constexpr, TILE
 
 
 def use_threads() -> None:
-    """Nothing to prepare: a GPU's threads are the kernels'."""
+    """Does nothing: kernels on a GPU need no threads of the host."""
 
 
 def one_token(
     layers: Sequence[Layer], views: Sequence[tuple[Tensor, Tensor]], num_heads: int
 ) -> Callable[..., Tensor] | None:
-    """None: a graph starts a step's kernels as one."""
+    """Returns None: a CUDA graph already launches all kernels of a step in one call."""
     return None
 
 
@@ -150,7 +151,7 @@ def linears(
 
 
 class DenseMatrix(Matrix):
-    """A matrix [out, in], ready to be multiplied by: cuBLAS wants no other layout, so it is kept as it is."""
+    """A matrix [out, in], ready for products. It keeps its layout, which is the one that cuBLAS needs."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = weight

@@ -1,40 +1,40 @@
 """Products with matrices that stay packed: y = x @ w.T, where w is decoded on its way into the tensor cores.
 
-Decoding a token reads every weight once and multiplies it by a few numbers, so what a product takes is the time of its
-bytes: a quarter of them in 4 bits, half in 8. That holds as long as turning codes into numbers keeps pace with memory:
-a multiprocessor gets some 36 codes of 4 bits a cycle and starts instructions for 128 lanes: 3.5 for each weight, all
-told (docs/tuning.md reckons with it). Hence:
+Decoding a token reads every weight once and multiplies it by a few numbers, so a product takes as long as reading its
+bytes: a quarter of them in 4 bits, half in 8. That holds as long as decoding the codes keeps pace with memory. Per
+cycle, a multiprocessor receives some 36 codes of 4 bits and starts instructions for 128 lanes: 3.5 for each weight in
+all (docs/tuning.md has the calculation). Hence:
 
 - **No conversion.** 0x4300 with a nibble in its last bits is the bfloat16 128 + q, exactly; 0x6400 the float16
-  1024 + q. Less 128 + 8 (exact, too) it is q - 8: two bit operations and a subtraction for two codes, instead of
-  conversions, of which a multiprocessor starts but 16 to 64 a cycle.
-- **Scales go to sums, not to weights.** The products of a group of inputs are summed up with codes for weights, which
-  are whole numbers and round nothing; the sum times the scale is added to the result. For 16 tokens that is a quarter
-  of an instruction a weight in groups of 64. What a group's own zero or minimum (GGUF) make of it is added times the
-  sum of the group's inputs.
-- **Weights stand on the left:** y.T = w @ x.T. The tensor cores of Hopper take 64 rows at a time, which a matrix has
-  and a batch that decodes has not; and they take the left side from registers, where it was decoded.
-- **A layout of its own**, made once while loading (`laid_out`). Blocks of inputs lie one after another, and in each of
-  them all outputs: a tile of any number of outputs is one run of memory. Within a block, a word of 32 bits holds the
-  codes of the very inputs that one thread hands to the tensor cores, so that codes turn into numbers two at a time and
-  nothing is passed between threads. Where groups are no runs of neighbours (GPTQ's act-order) the inputs are sorted by
-  group, and so is x before each product.
-- **Split along the inputs** where a matrix has fewer tiles than the GPU holds: partial sums are written down, and a
-  second kernel adds them up in their order. (Adding by atomics would save that kernel, and make the last bits a matter
-  of who comes first.) How many splits there are depends on shapes alone, so that a CUDA graph can record it.
+  1024 + q. Subtracting 128 + 8 (also exact) gives q - 8: two bit operations and a subtraction for two codes, instead of
+  conversions, which a multiprocessor starts at only 16 to 64 per cycle.
+- **Scales are applied to sums, not to weights.** The products of a group of inputs are summed with the codes as
+  weights, which are integers, so nothing is rounded; the sum times the scale is added to the result. For 16 tokens that
+  is a quarter of an instruction per weight in groups of 64. If a group has its own zero or minimum (GGUF), its
+  contribution is added times the sum of the group's inputs.
+- **Weights are the left operand:** y.T = w @ x.T. Hopper's tensor cores take 64 rows at a time, which a matrix has and
+  a decoding batch lacks. They also take the left operand from registers, where it was decoded.
+- **A layout of its own**, made once while loading (`laid_out`). Blocks of inputs are stored one after another, each
+  with all outputs: a tile of any number of outputs is one run of memory. Within a block, a word of 32 bits holds the
+  codes of exactly the inputs that one thread passes to the tensor cores, so codes are decoded two at a time and threads
+  exchange nothing. If groups are not runs of neighbours (GPTQ's act-order), the inputs are sorted by group, and so is x
+  before each product.
+- **Split along the inputs** if a matrix has fewer tiles than the GPU has room for: partial sums are written, and a
+  second kernel adds them in order. (Atomic additions would save that kernel, but the last bits would depend on the
+  order of arrival.) The number of splits depends on shapes alone, so that a CUDA graph can record it.
 
-Where inputs are quantized too (`Activations`), both sides of a product are codes of 8 bits: int8 with sums in int32,
-which are exact; float8 (e4m3) with sums that move into float32 after each block of at most 128 inputs, because Hopper
-keeps 14 bits while it adds. Codes and scales of the inputs are made by one kernel before. Chips without float8 (sm_80)
-and inputs quantized in ways that fit no block are given the floats that the codes stand for instead.
+If inputs are quantized too (`Activations`), both sides of a product are codes of 8 bits: int8 with sums in int32, which
+are exact; or float8 (e4m3) with sums that move into float32 after each block of at most 128 inputs, because Hopper
+keeps only 14 bits while it adds. One kernel makes the inputs' codes and scales beforehand. On chips without float8
+(sm_80), and for inputs quantized in ways that fit no block, the product uses the decoded floats instead.
 
-Nothing here rounds a weight, but for tables of 16 values (NF4), which are in the model's type. A tool that rounds the
-weights it has made to its own type (`StoredMatrix.rounding`) is off by that: by a quarter of bfloat16's last bit, at
-most, if the type is float16.
+No weight is rounded here, except by tables of 16 values (NF4), which are in the model's type. A tool that rounds
+decoded weights to its own type (`StoredMatrix.rounding`) differs by that rounding: by at most a quarter of bfloat16's
+last bit, if the type is float16.
 """
 
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
-# Of `if` and `else` on constants only one is compiled, where Triton sees that there are two; it has no `in`.
+# Of an `if` and its `else` on a constant, Triton compiles only one. Triton has no `in`.
 # ruff: noqa: RET505, SIM108, SIM109
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ from minipaged.fast.kernels import Matrix
 from minipaged.fast.linear import QuantizingLinear
 from minipaged.models.quantized.stored import Activations, Array, Codebook4, Float8, Grouped, StoredMatrix, unpack
 
-# How a code becomes a number. In the first four the tensor cores multiply numbers of the model's type.
+# The decodings of a code. In the first four the tensor cores multiply numbers of the model's type.
 NIBBLES = tl.constexpr(0)
-"""Whole numbers of 4 bits."""
+"""Integers of 4 bits."""
 BYTES = tl.constexpr(1)
-"""Whole numbers of 8 bits."""
+"""Integers of 8 bits."""
 TABLE = tl.constexpr(2)
-"""4 bits: places in a table of 16 values."""
+"""4 bits: indices into a table of 16 values."""
 FLOATS = tl.constexpr(3)
 """Floats of 8 bits (e4m3)."""
 INT8 = tl.constexpr(4)
@@ -70,23 +70,25 @@ FLOAT8 = tl.constexpr(5)
 """e4m3, multiplied by e4m3."""
 
 STEP = 64
-"""Inputs of one turn of the loop, at least, with few rows: of smaller blocks, two are taken."""
+"""The fewest inputs in an iteration of the loop, with few rows: smaller blocks are taken two at a time."""
 LARGEST_BLOCK = 128
-"""Inputs. What is summed up between two scales; of floats of 8 bits, in one go on Hopper."""
+"""The most inputs in a block. Products are summed over a block before they are scaled; on Hopper, float8 sums have only
+14 bits until then."""
 LOADED = 1 << 24
-"""Codes that are laid out at one time."""
+"""The number of codes that are laid out at a time."""
 PROGRAMS_PER_SM = 3
-"""Programs for each multiprocessor, by which inputs are split: while one decodes, the others' loads are under way."""
+"""The programs per multiprocessor for which inputs are split: while one decodes, the others' loads are under way."""
 MIN_STEPS = 4
-"""Turns of a split: a shorter one costs more to write down and add up than it saves."""
+"""The fewest iterations in a split: a shorter one costs more to write and add than it saves."""
 MAX_SPLITS = 16
-"""What is written down and read again, 8 bytes a number and split, must stay small beside the weights."""
+"""The most splits. The partial sums, at 8 bytes written and read per number and split, must be small next to the
+weights."""
 SUMMED = 256
-"""Outputs that one program adds up."""
+"""The outputs that one program adds up."""
 
 
 def packed(matrix: StoredMatrix, bias: Tensor | None, dtype: torch.dtype, device: torch.device) -> Matrix | None:
-    """The matrix, ready to be multiplied by numbers of `dtype`. None: there is no kernel for what it is made of."""
+    """Return the matrix, ready for products with numbers of `dtype`; None if no kernel supports it."""
     how = matrix.activations
     form = _form(matrix, device)
     block = None if form is None else _block(matrix, form)
@@ -99,7 +101,8 @@ def packed(matrix: StoredMatrix, bias: Tensor | None, dtype: torch.dtype, device
 
 
 def _form(matrix: StoredMatrix, device: torch.device) -> int | None:
-    """How the codes of a matrix become numbers, its inputs' too if these are quantized. None: no way is known."""
+    """Return the decoding of a matrix's codes, and of its inputs' codes if these are quantized; None if there
+    is no such decoding."""
     how, form = matrix.activations, None
     if isinstance(matrix, Codebook4):
         form = TABLE if how is None else None
@@ -116,27 +119,28 @@ def _form(matrix: StoredMatrix, device: torch.device) -> int | None:
 
 
 def _block(matrix: StoredMatrix, form: int) -> int | None:
-    """Inputs of a block: the largest power of 2 that divides all groups. None: it is too small for the tensor cores."""
+    """Return the number of inputs in a block: the largest power of 2 that divides all groups; None if the tensor cores
+    need more."""
     inputs = matrix.shape[1]
     groups = [size for size in (_group(matrix), matrix.activations and matrix.activations.group_size) if size]
     if isinstance(matrix, Grouped) and matrix.group_index is not None and _order(matrix) is None:
-        return None  # groups of all sizes
+        return None  # groups of different sizes
     of_all = math.gcd(*groups) if groups else inputs
     block = min(LARGEST_BLOCK, of_all & -of_all)
     least = 16 if form in (BYTES.value, FLOATS.value) else 32
     if block < least:
-        return None if groups else least  # one group may be padded
+        return None if groups else least  # a single group may be padded
     return block
 
 
 def _group(matrix: StoredMatrix) -> int:
-    """Inputs of a group of weights; 0: all of them."""
+    """Return the number of inputs in a group of weights; 0: all inputs are one group."""
     size = matrix.block[1] if isinstance(matrix, Float8) else matrix.group_size  # type: ignore[attr-defined]
     return 0 if size >= matrix.shape[1] else size
 
 
 def _order(matrix: StoredMatrix) -> Tensor | None:
-    """[in]: the inputs sorted by their groups. None where they are already, or where groups have other sizes."""
+    """Return [in]: the inputs sorted by their groups; None if they are sorted already, or if groups differ in size."""
     if not isinstance(matrix, Grouped) or matrix.group_index is None:
         return None
     order = np.argsort(matrix.group_index, kind="stable")
@@ -167,7 +171,7 @@ class PackedMatrix(Matrix):
         num_inputs = matrix.shape[1]
         unit = max(block, 2 * block if block < STEP else 0)  # small blocks are taken two at a time
         self._padded = -(-num_inputs // unit) * unit
-        # One group for all is scaled in the end, where nothing else is to be added to sums of blocks.
+        # A single group is scaled at the end, unless something else must be added to the sums of blocks.
         several = self._x_group or (isinstance(matrix, Grouped) and _has_sums(matrix))
         self._group = _group(matrix) or (self._padded if several else 0)
         self._codes = laid_out(matrix, form, block, self._padded, self._order, device)
@@ -181,14 +185,14 @@ class PackedMatrix(Matrix):
         if isinstance(matrix, Codebook4):
             self._table = torch.from_numpy(matrix.table).to(device, dtype)
         how = matrix.activations
-        if how is not None and not how.symmetric:  # what 0 adds to a product with codes that are not around it
+        if how is not None and not how.symmetric:  # the contribution of 0, for asymmetric codes
             self._row_sums = torch.cat(
                 [torch.from_numpy(matrix.rows(rows).sum(1, dtype=np.float32)) for rows in _pieces(matrix)]
             ).to(device)
         self.nbytes = sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
 
     def _by_group(self, values: Array, device: torch.device) -> Tensor:
-        """[out, groups] -> [groups, out] on the device: what padding belongs to included."""
+        """Return [out, groups] as [groups, out] on the device, with the groups of padding."""
         by_group = torch.from_numpy(np.ascontiguousarray(values.T)).to(device)
         missing = -(-self._padded // self._group) - len(by_group) if self._group else 0
         return torch.nn.functional.pad(by_group, (0, 0, 0, missing))
@@ -248,7 +252,7 @@ class PackedMatrix(Matrix):
         return out
 
     def rows(self, ids: Tensor) -> Tensor:
-        """The weights of some outputs [n]: [n, in]."""
+        """Return the weights of some outputs [n]: [n, in]."""
         blocks = self._padded // self._block
         found = torch.empty(len(ids), self.shape[1], dtype=self._dtype, device=ids.device)
         if len(ids):
@@ -265,7 +269,7 @@ def _has_sums(matrix: Grouped) -> bool:
 
 
 def _scales(matrix: StoredMatrix) -> Array:
-    """[out, groups], as they are meant."""
+    """Return the scales [out, groups], combined with their super scales."""
     if isinstance(matrix, Float8):
         return matrix.by_output().scales
     assert isinstance(matrix, Grouped | Codebook4)
@@ -273,7 +277,7 @@ def _scales(matrix: StoredMatrix) -> Array:
 
 
 def _expanded(values: Array, supers: Array | None) -> Array:
-    """[out, groups]: scales or minima, float32 where they were numbers of 8 bits."""
+    """Return scales or minima [out, groups]: as stored, or multiplied by their super scales as float32."""
     if supers is None:
         return values
     wide: Array = values.astype(np.float32) * np.repeat(
@@ -283,7 +287,7 @@ def _expanded(values: Array, supers: Array | None) -> Array:
 
 
 def _pieces(matrix: StoredMatrix) -> Iterator[slice]:
-    """Its outputs, a few at a time."""
+    """Yield slices of the matrix's outputs, a few at a time."""
     outputs, inputs = matrix.shape
     step = max(1, LOADED // inputs)
     return (slice(first, min(first + step, outputs)) for first in range(0, outputs, step))
@@ -292,12 +296,12 @@ def _pieces(matrix: StoredMatrix) -> Iterator[slice]:
 def laid_out(
     matrix: StoredMatrix, form: int, block: int, padded: int, order: Tensor | None, device: torch.device
 ) -> Tensor:
-    """The codes as `_multiply` wants them: [blocks, out, block] int8 or float8, or [blocks, out, words] int32.
+    """Lay the codes out for `_multiply`: [blocks, out, block] int8 or float8, or [blocks, out, words] int32.
 
-    A word holds the codes of 8 inputs of a run of 32 (4 bits), or of 4 of a run of 16 (8 bits): those of the inputs 2t
-    and 2t + 1, and as many from 8, 16 and 24 on. These are what thread t of four has in its registers of the left side
-    of a product (PTX ISA, "Matrix Fragments for mma.m16n8k16"), two to a register: the first of each two in the lower
-    half of the word.
+    A word holds the codes of 8 inputs of a run of 32 (4 bits), or of 4 of a run of 16 (8 bits): inputs 2t and 2t + 1,
+    and the same pair after 8, 16 and 24. These are the numbers that thread t of four has in its registers of a
+    product's left operand (PTX ISA, "Matrix Fragments for mma.m16n8k16"), two per register: the first of each pair is
+    in the lower half of the word.
     """
     outputs, inputs = matrix.shape
     direct, bits = form in (INT8.value, FLOAT8.value), 4 if form in (NIBBLES.value, TABLE.value) else 8
@@ -309,20 +313,20 @@ def laid_out(
             piece = piece[:, order]
         piece = torch.nn.functional.pad(piece, (0, padded - inputs)).view(len(piece), blocks, block)
         if form == INT8.value:
-            piece = piece ^ 128  # less 128, as an int8
+            piece = piece ^ 128  # minus 128, as an int8
         if not direct:
-            steps = 32 // bits // 4  # of 16 inputs, in a run
+            steps = 32 // bits // 4  # steps of 16 inputs in a run
             piece = piece.view(len(piece), blocks, -1, steps, 2, 4, 2)  # row, block, run, s, h, t, p
             piece = piece.permute(0, 1, 2, 5, 6, 3, 4).reshape(*piece.shape[:2], width, 32 // bits).int()
             half = torch.arange(32 // bits, device=device)
-            places = half % (16 // bits) * bits + half // (16 // bits) * 16  # p: the half; s, h: within it
+            places = half % (16 // bits) * bits + half // (16 // bits) * 16  # p selects the half; s, h the place in it
             piece = (piece << places.int()).sum(3, dtype=torch.int64).int()
         codes[:, rows] = piece.transpose(0, 1)
     return codes.view({INT8.value: torch.int8, FLOAT8.value: torch.float8_e4m3fn}.get(form, codes.dtype))
 
 
 def _codes(matrix: StoredMatrix, rows: slice) -> Tensor:
-    """[rows, in] uint8"""
+    """Return the codes [rows, in] uint8."""
     if isinstance(matrix, Float8):
         return torch.from_numpy(matrix.codes[rows])
     assert isinstance(matrix, Grouped | Codebook4)
@@ -336,16 +340,16 @@ def _codes(matrix: StoredMatrix, rows: slice) -> Tensor:
 def tile_options(
     rows: int, form: int, dtype: torch.dtype, block: int, *, sums: bool, several: bool, capability: int
 ) -> dict[str, int]:
-    """Tiles, warps and stages for a product with so many rows: four kernels at most for each matrix.
+    """Return tiles, warps and stages for a product with `rows` rows: at most four different kernels for each matrix.
 
-    `sums`: whether inputs are summed up, too. `several`: whether there are several groups. `capability`: the GPU's,
-    times ten.
+    `sums`: whether inputs are summed, too. `several`: whether there are several groups. `capability`: the GPU's, times
+    ten.
     """
-    if dtype == torch.float32 and form not in (INT8.value, FLOAT8.value):  # for comparing, not for serving
+    if dtype == torch.float32 and form not in (INT8.value, FLOAT8.value):  # for comparisons, not for serving
         options = {"BLOCKS_A_STEP": 1, "TILE_OUT": 64, "TILE_ROWS": 16 if rows <= 16 else 32}
         return options | {"num_warps": 4, "num_stages": 2}
-    # Three accumulators, or the left side as mma.sync wants it, take the registers that 128 rows would need. (Blackwell
-    # has a memory of its own for accumulators; there it is with 64 rows that three spill.)
+    # Three accumulators, or the left operand in mma.sync's layout, take the registers that 128 rows would need.
+    # (Blackwell has separate memory for accumulators; there, three of them spill with 64 rows.)
     in_own_memory = capability // 10 == 10
     crowded = (sums and not in_own_memory) or not _multiplies_from_shared_memory(capability)
     sizes = [16, 32, 64] if crowded or (form == FLOAT8.value and several) else [16, 32, 64, 128]
@@ -362,7 +366,7 @@ def tile_options(
 
 
 def _steps_a_split(tiles: int, steps: int, num_sms: int) -> int:
-    """Turns that each program takes, so that there are some for each multiprocessor."""
+    """Return the number of loop iterations per split, such that there are programs for all multiprocessors."""
     splits = max(1, min(PROGRAMS_PER_SM * num_sms // tiles, steps // MIN_STEPS, MAX_SPLITS))
     return -(-steps // splits)
 
@@ -372,8 +376,8 @@ def _multiply(
     x,  # [rows, inputs]
     codes,  # [blocks, outputs, BLOCK or words]
     scales,  # [groups, outputs]
-    zeros,  # the same, or None
-    minima,  # the same, or None
+    zeros,  # like scales, or None
+    minima,  # like scales, or None
     table,  # [16], or None
     group_scales,  # [rows, groups of X_GROUP inputs] float32, or None
     x_scales,  # [rows] float32, or None
@@ -398,7 +402,8 @@ def _multiply(
     TILE_OUT: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
-    """Program (outputs, rows, split): a tile of the product, over some of the inputs."""
+    """One program per (tile of outputs, tile of rows, split) computes a tile of the product, over the split's
+    inputs."""
     n = tl.program_id(0) * TILE_OUT + tl.arange(0, TILE_OUT)  # [TILE_OUT]
     m = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)  # [TILE_ROWS]
     split = tl.program_id(2)
@@ -453,11 +458,11 @@ def _of_block(
     TILE_OUT: tl.constexpr,
     SUMS: tl.constexpr,
 ):  # fmt: skip
-    """The products with the codes of one block [TILE_OUT, TILE_ROWS] (of one group for all: added to the total), and
-    the sums of the inputs, in the same shape.
+    """Return the products with the codes of one block [TILE_OUT, TILE_ROWS], and the sums of the inputs in the same
+    shape. If all inputs are one group, the products are added to the total.
 
-    Sums are products with ones: the tensor cores have time to spare, and leave them where they are needed, in all
-    threads; added up otherwise, they would have to be passed between threads.
+    Sums are products with ones: the tensor cores have spare time, and leave the sums in all threads, which need them.
+    Other sums would have to be exchanged between threads.
     """
     k = block * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     wanted = (m < rows)[None, :]
@@ -499,8 +504,8 @@ def _scaled(
     GROUP: tl.constexpr,
     X_GROUP: tl.constexpr,
 ):  # fmt: skip
-    """A block's products with codes less ZERO, times their scale, added to the total; and the sums of its inputs, times
-    what the group's own zero and minimum make of it."""
+    """Add a block to the total: its products with codes minus ZERO, times their scale; and the sums of its inputs,
+    times the contribution of the group's own zero and minimum."""
     at = (block * BLOCK // GROUP).to(tl.int64) * outputs + n
     if group_scales is not None:
         x_groups = (inputs + X_GROUP - 1) // X_GROUP
@@ -524,7 +529,7 @@ def _decoded(
     words, table, FORM: tl.constexpr, ZERO: tl.constexpr, BLOCK: tl.constexpr, OUTPUTS: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
-    """Words [OUTPUTS, words] -> the numbers of `dtype` that their codes stand for [OUTPUTS, BLOCK], less ZERO."""
+    """Decode words [OUTPUTS, words] to numbers of `dtype` [OUTPUTS, BLOCK], minus ZERO."""
     words = words.to(tl.uint32, bitcast=True)
     if FORM == NIBBLES:
         if dtype == tl.bfloat16:
@@ -535,11 +540,11 @@ def _decoded(
             return (bits.to(tl.float16, bitcast=True) - tl.full([1, 1], 1024 + ZERO, tl.float16)).to(dtype)
     elif FORM == TABLE:
         return tl.load(table + _of_nibbles(words, 0, BLOCK, OUTPUTS).to(tl.int32))
-    elif FORM == BYTES:  # a bfloat16 has no room for them beside its leading bit
+    elif FORM == BYTES:  # a bfloat16 has too few bits for them below its leading bit
         first, second = words & 0x00FF00FF, (words >> 8) & 0x00FF00FF
         bits = _of_bytes(first | 0x64006400, second | 0x64006400, BLOCK, OUTPUTS)
         return (bits.to(tl.float16, bitcast=True) - tl.full([1, 1], 1024 + ZERO, tl.float16)).to(dtype)
-    else:  # the exponent keeps its bits and gets a new meaning, which a power of 2 sets right; subnormals too
+    else:  # keeps the exponent's bits; a power of 2 corrects its bias, subnormals too
         first, second = (words << 8) & 0x80008000, words & 0x80008000
         if dtype == tl.bfloat16:
             first, second = first | ((words << 4) & 0x07F007F0), second | ((words >> 4) & 0x07F007F0)
@@ -553,7 +558,8 @@ def _decoded(
 
 @triton.jit
 def _of_nibbles(words, MAGIC: tl.constexpr, BLOCK: tl.constexpr, OUTPUTS: tl.constexpr):
-    """[OUTPUTS, words] uint32 -> [OUTPUTS, BLOCK] uint16: each code with the magic bits, in its place (`laid_out`)."""
+    """Unpack [OUTPUTS, words] uint32 to [OUTPUTS, BLOCK] uint16: each code with the magic bits, in its place
+    (`laid_out`)."""
     MASK: tl.constexpr = 0x000F000F
     first = tl.join(_halves(words & MASK | MAGIC), _halves((words >> 4) & MASK | MAGIC))  # [OUTPUTS, words, p, h]
     second = tl.join(_halves((words >> 8) & MASK | MAGIC), _halves((words >> 12) & MASK | MAGIC))
@@ -563,7 +569,7 @@ def _of_nibbles(words, MAGIC: tl.constexpr, BLOCK: tl.constexpr, OUTPUTS: tl.con
 
 @triton.jit
 def _of_bytes(first, second, BLOCK: tl.constexpr, OUTPUTS: tl.constexpr):
-    """Words of two codes each [OUTPUTS, words] uint32 -> [OUTPUTS, BLOCK] uint16."""
+    """Unpack words of two codes each [OUTPUTS, words] uint32 to [OUTPUTS, BLOCK] uint16."""
     pairs = tl.join(_halves(first), _halves(second))  # [OUTPUTS, words, p, h]
     pairs = tl.reshape(pairs, [OUTPUTS, BLOCK // 16, 4, 2, 2])  # [OUTPUTS, run, t, p, h]
     return tl.reshape(tl.permute(pairs, [0, 1, 4, 2, 3]), [OUTPUTS, BLOCK])
@@ -571,13 +577,14 @@ def _of_bytes(first, second, BLOCK: tl.constexpr, OUTPUTS: tl.constexpr):
 
 @triton.jit
 def _halves(words):
-    """[..., words] uint32 -> [..., words, 2] uint16: lower and upper halves."""
+    """Split [..., words] uint32 into [..., words, 2] uint16: lower and upper halves."""
     return tl.join((words & 0xFFFF).to(tl.uint16), (words >> 16).to(tl.uint16))
 
 
 @triton.jit
 def _finished(y, x_scales, x_zeros, sums, bias, n, m, outputs, rows):
-    """Sums over all inputs, as they come out: what the inputs' codes of 0 added taken off, their scales, the bias."""
+    """Finish sums over all inputs: subtract the contribution of the inputs' codes of 0, apply their scales, add the
+    bias."""
     if x_zeros is not None:
         of_zero = tl.load(sums + n, mask=n < outputs, other=0.0)
         y -= of_zero * tl.load(x_zeros + m, mask=m < rows, other=0.0)
@@ -590,7 +597,7 @@ def _finished(y, x_scales, x_zeros, sums, bias, n, m, outputs, rows):
 
 @triton.jit(do_not_specialize=["rows", "splits"])
 def _sum(partial, x_scales, x_zeros, sums, bias, out, rows, outputs, splits, TILE: tl.constexpr):
-    """Program (outputs, row): adds up the splits, always in the same order."""
+    """One program per (tile of outputs, row) adds up the splits, always in the same order."""
     n = tl.program_id(0) * TILE + tl.arange(0, TILE)  # [TILE]
     m = tl.program_id(1)
     y = tl.zeros([TILE], tl.float32)
@@ -608,7 +615,7 @@ def _look_up(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, block): one block of one row."""
+    """One program per (token, block) decodes one block of inputs of one output's weights."""
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     n = tl.load(ids + token) + tl.zeros([1], tl.int64)  # [1]
@@ -634,8 +641,8 @@ def _look_up(
 
 
 def quantized(x: Tensor, how: Activations) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The codes of inputs x [tokens, in] (int8, or float8), their scales [tokens, groups] float32, and their codes of 0
-    [tokens] float32 if they have any. The arithmetic is that of `Activations`."""
+    """Return the codes of inputs x [tokens, in] (int8, or float8), their scales [tokens, groups] float32, and their
+    codes of 0 [tokens] float32, or None if symmetric. The arithmetic is that of `Activations`."""
     tokens, inputs = x.shape
     size = how.group_size or inputs
     groups = triton.cdiv(inputs, size)
@@ -661,7 +668,7 @@ def _quantize(
     IS_FLOAT8: tl.constexpr,
     FOUND: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, group): its scale, and its codes."""
+    """One program per (token, group) computes the group's scale and codes."""
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     i = tl.arange(0, WIDTH)  # [WIDTH]
@@ -677,7 +684,7 @@ def _quantize(
         else:
             scale = tl.maximum(tl.div_rn(high - low, 255.0), 1.1920928955078125e-07)
             origin = _nearest(tl.clamp(-128.0 - tl.div_rn(low, scale), -128.0, 127.0))
-    if tl.sum((row != row).to(tl.int32), 0) > 0:  # what is no number has no code, and must not get lost
+    if tl.sum((row != row).to(tl.int32), 0) > 0:  # NaN has no code, but must not get lost
         scale = float("nan")
     tl.store(scales + token * tl.num_programs(1) + group, scale)
     if zeros is not None:
@@ -694,20 +701,21 @@ def _quantize(
 
 @triton.jit
 def _nearest(values):
-    """The nearest whole numbers, ties to even. So large a number has no bits left for a fraction."""
+    """Round to integers, ties to even. Adding 1.5 * 2**23 leaves no bits for a fraction, and subtracting it restores
+    the number."""
     return (values + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def _as_float8(values):
-    """The bits of the nearest floats of 8 bits (e4m3), for values within 448. (A conversion would be less to read, and
-    is wrong in Triton's interpreter.)"""
+    """Return the bits of the nearest floats of 8 bits (e4m3), for values within ±448. (A conversion would be simpler,
+    but is wrong in Triton's interpreter.)"""
     bits = values.to(tl.uint32, bitcast=True)
     sign = (bits >> 24) & 0x80
     size = bits & 0x7FFFFFFF
-    # 20 of 23 bits of the fraction go, ties to even; what is carried raises the exponent, whose origin is 7, not 127.
+    # Drop 20 of the fraction's 23 bits, ties to even. A carry raises the exponent, whose bias is 7 instead of 127.
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2^-6 all steps are 2^-9.
+    # Below 2^-6 the spacing is 2^-9.
     small = _nearest(tl.abs(values) * 512.0).to(tl.uint32)
     return sign | tl.where(size < 0x3C800000, small, normal)
 

@@ -1,11 +1,11 @@
-"""Choosing tokens without bringing the logits to the host: [rows, vocab] stay, a few numbers a row come back.
+"""Sampling without copying the logits to the host: [rows, vocab] stay on the GPU, and a few numbers per row come back.
 
-    argmax_logsumexp   greedy decoding: the likeliest token of each row, and what its log-probability takes
+    argmax_logsumexp   greedy decoding: the likeliest token of each row, and the terms of its log-probability
     draw               a token by temperature, with or without `min_p`
 
-`top_k` and `top_p` need the logits in order, and are torch's operations over all rows (`draw_ordered`). Drawing without
-them could be as well, but that is some 17 passes over float64 copies of the logits; the kernels read them once, and one
-tile of each row a second time. The numbers to draw with (`uniform`) are the host's, as for a CPU.
+`top_k` and `top_p` need the logits in order, and use torch's operations over all rows (`draw_ordered`). Drawing without
+them could do so too, but that takes some 17 passes over float64 copies of the logits. The kernels read the logits once,
+and one tile of each row a second time. The random numbers (`uniform`) are computed on the host, as for a CPU.
 """
 
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
@@ -22,17 +22,18 @@ from minipaged.fast.cpu.sampling import uniform
 __all__ = ["argmax_logsumexp", "draw", "draw_ordered", "uniform"]
 
 DRAW_TILE = 2048
-"""Logits of one program of `draw`: with four warps, 16 weights in float64 a thread."""
+"""The logits of one program of `draw`: with four warps, 16 weights in float64 per thread."""
 
 TILE = 4096
-"""Logits of one program. A row of 128k logits is 32 programs, so that even a single row is read by many multiprocessors
-at once; with eight warps a thread has two accesses of 16 bytes in flight in half precision, four in float32."""
+"""The logits of one program of `argmax_logsumexp`. A row of 128k logits takes 32 programs, so even a single row is read
+by many multiprocessors in parallel. With eight warps, a thread has two accesses of 16 bytes in flight in half
+precision, four in float32."""
 
 
 def argmax_logsumexp(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """See `minipaged.fast.kernels`. In float64, which only rows with penalties are in, it is torch's operations."""
+    """See `minipaged.fast.kernels`. For float64, which only rows with penalties use, it runs torch's operations."""
     if logits.dtype == torch.float64:
-        token_ids = logits.argmax(1)  # [rows], the first of the largest; NaN counts as the largest
+        token_ids = logits.argmax(1)  # [rows], the first maximum; NaN counts as the largest
         peaks = logits.gather(1, token_ids[:, None])  # [rows, 1]
         return token_ids, peaks[:, 0], (logits - peaks).exp().sum(1).log()
     rows, vocab = logits.shape
@@ -63,7 +64,7 @@ def argmax_logsumexp(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @triton.jit
 def _tile_peaks(logits, tile_tokens, tile_peaks, tile_totals, logits_stride, VOCAB: tl.constexpr, TILE: tl.constexpr):
-    """Program (row, tile): the tile's likeliest token, its logit, and the sum of exp(logit - peak)."""
+    """One program per (row, tile) finds the tile's likeliest token, its logit, and the sum of exp(logit - peak)."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     token = tile * TILE + tl.arange(0, TILE)  # [TILE]
@@ -72,7 +73,7 @@ def _tile_peaks(logits, tile_tokens, tile_peaks, tile_totals, logits_stride, VOC
     to = row * tl.num_programs(1) + tile
     tl.store(tile_tokens + to, likeliest)
     tl.store(tile_peaks + to, peak)
-    # A tile may hold nothing but minus infinity, while others of the row do not: -inf - -inf would be NaN.
+    # A tile may hold only minus infinity while the rest of its row does not: -inf - -inf would be NaN.
     tl.store(tile_totals + to, tl.sum(tl.exp(x - tl.where(peak == -float("inf"), 0.0, peak)), axis=0))
 
 
@@ -80,7 +81,8 @@ def _tile_peaks(logits, tile_tokens, tile_peaks, tile_totals, logits_stride, VOC
 def _row_peaks(
     tile_tokens, tile_peaks, tile_totals, token_ids, peaks, log_totals, TILES: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Program row: the tiles' results as one. The tiles' tokens are in rising order, so ties go to the lowest."""
+    """One program per row merges the tiles' results. The tiles' tokens are in rising order, so ties go to the
+    lowest."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, WIDTH)  # [WIDTH]
     tile_peak = tl.load(tile_peaks + row * TILES + tile, mask=tile < TILES, other=-float("inf"))
@@ -148,9 +150,9 @@ def draw_ordered(
     *,
     depth: int,
 ) -> Tensor:
-    """`draw` by torch's operations, each over all distributions; `depth` may be 0 here, too."""
+    """`draw` with torch's operations, each over all distributions. `depth` may be 0 here, too."""
     vocab = logits.shape[1]
-    scaled = (logits[rows].double() - peaks[:, None]) / temperatures[:, None]  # [n, vocab], the likeliest is 0
+    scaled = (logits[rows].double() - peaks[:, None]) / temperatures[:, None]  # [n, vocab], 0 for the likeliest
     threshold = min_logprobs[:, None]  # [n, 1]
     if depth > 0:
         falling = scaled.topk(depth).values  # [n, depth]
@@ -164,20 +166,20 @@ def draw_ordered(
         may_go = (tail <= shares[:, None] * tail[:, -1:]).sum(1, keepdim=True)  # [n, 1]
         lightest = rising.gather(1, may_go.clamp(max=depth - 1))  # [n, 1]: its tail is too much for `top_p` to cut off
         threshold = torch.where(shares[:, None] > 0, lightest, threshold)
-    # A GPU adds up in pieces, so a running sum may move by a rounding even where a token weighs nothing. Sums that are
-    # set to 0 for the tokens not kept cannot make one of these the first that exceeds the draw.
+    # A GPU sums in pieces, so rounding may change a running sum even at a token of weight 0. Setting the sums of
+    # dropped tokens to 0 ensures that none of these is the first to exceed the draw.
     kept = scaled >= threshold  # [n, vocab]
     cumulative = torch.where(kept, torch.where(kept, scaled.exp(), 0.0).cumsum(1), 0.0)  # [n, vocab]
     target = uniforms * cumulative.amax(1)[distributions]  # [m]
     return (cumulative[distributions] > target[:, None]).int().argmax(1)
 
 
-# The numbers of a batch are pieces of one buffer, at addresses that differ from step to step (see `kv_cache.py`).
+# The numbers of a batch are pieces of one buffer, at addresses that change from step to step (see `kv_cache.py`).
 @triton.jit(do_not_specialize=["rows", "peaks", "temperatures", "min_logprobs"])
 def _tile_totals(
     logits, rows, peaks, temperatures, min_logprobs, totals, logits_stride, VOCAB: tl.constexpr, TILE: tl.constexpr
 ):
-    """Program (distribution, tile): the sum of the tile's weights."""
+    """One program per (distribution, tile) sums the tile's weights."""
     i = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     weight = _weights(i, tile, logits, rows, peaks, temperatures, min_logprobs, logits_stride, VOCAB, TILE)
@@ -188,7 +190,8 @@ def _tile_totals(
 def _weights(
     i, tile, logits, rows, peaks, temperatures, min_logprobs, logits_stride, VOCAB: tl.constexpr, TILE: tl.constexpr
 ):
-    """The weights [TILE] of a tile's tokens, next to the likeliest token's 1; 0 for those cut off, and past the end."""
+    """Return the weights [TILE] of a tile's tokens, relative to the likeliest token's 1; 0 for tokens cut off or past
+    the end."""
     token = tile * TILE + tl.arange(0, TILE)  # [TILE]
     row = logits + tl.load(rows + i) * logits_stride
     x = tl.load(row + token, mask=token < VOCAB, other=-float("inf")).to(tl.float64)
@@ -203,7 +206,8 @@ def _draw(
     logits, rows, peaks, temperatures, min_logprobs, totals, distributions, uniforms, token_ids, logits_stride,
     VOCAB: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Program draw: first the tile in which the sum of weights exceeds the target, then the token within it."""
+    """One program per draw finds the tile in which the cumulative weight exceeds the target, then the token within
+    it."""
     number = tl.program_id(0).to(tl.int64)
     i = tl.load(distributions + number)
     tile = tl.arange(0, WIDTH)  # [WIDTH]
@@ -219,8 +223,8 @@ def _draw(
 
 @triton.jit
 def _first_beyond(reached, weight, target, index):
-    """The first index of some weight where `reached` is beyond the target. Where rounding lets none be: the last one
-    of some weight; 0 if none has any, which is a row that is refused later."""
+    """Return the first index with a positive weight at which `reached` exceeds the target. If rounding leaves none,
+    return the last index with a positive weight; or 0 if all weights are 0, which is a row that is rejected later."""
     first = tl.min(tl.where((reached > target) & (weight > 0), index, 2**31 - 1), axis=0)
     last = tl.max(tl.where(weight > 0, index, 0), axis=0)
     return tl.where(first == 2**31 - 1, last, first)
@@ -228,10 +232,11 @@ def _first_beyond(reached, weight, target, index):
 
 @triton.jit
 def _first_largest(x, index):
-    """The lowest index among the largest of x, and that x; NaN counts as the largest. Padding is -inf and comes last.
+    """Return the lowest index of the maximum of x, and the maximum; NaN counts as the largest. Padding is -inf and
+    comes last.
 
-    Maximum and index are found one after the other: finding both at once would leave the choice among equals to the
-    order in which threads are merged. The maximum itself must not meet a NaN, with which hardware may do as it likes.
+    Maximum and index are found one after the other: finding both together would let the order in which threads are
+    merged decide among equals. NaN is excluded from the maximum, because hardware may treat it in any way.
     """
     is_nan = x != x
     peak = tl.max(tl.where(is_nan, -float("inf"), x), axis=0)

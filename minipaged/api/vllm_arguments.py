@@ -124,7 +124,7 @@ GENERATE_ARGUMENTS: dict[str, NotHere] = {
 
 CHAT_ARGUMENTS: dict[str, NotHere] = {
     **GENERATE_ARGUMENTS,
-    "tools": NotHere("an answer is text; describe the tools to the model in the messages"),
+    "tools": NotHere("minipaged calls no tools; describe them to the model in a message"),
     "chat_template_content_format": NotHere("templates receive each content as one text", ("auto", "string")),
 }
 """Arguments of vLLM's `LLM.chat`."""

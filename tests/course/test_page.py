@@ -132,7 +132,7 @@ def test_the_line_in_which_it_went_wrong_is_marked() -> None:
     for piece, wrong, line in (
         ("self._ref_counts[block] += 1", "self._ref_counts[block] += 2", "self._ref_counts[block] += 2"),
         ("self._ref_counts[block] += 1", "self._ref_counts[block] /= 0", "self._ref_counts[block] /= 0"),
-        ("if self._ref_counts[block] == 1:", "if True:", "return block  # nobody else reads it"),
+        ("if self._ref_counts[block] == 1:", "if True:", "return block  # the caller is its only holder"),
         ("block = self._free.pop()", "while True: block = 0", "while True: block = 0"),
     ):
         source = REFERENCE.replace(piece, wrong)

@@ -26,7 +26,7 @@ class AllocStatus(Enum):
     LATER = "later"
     """Not now, but once other requests have finished."""
     NEVER = "never"
-    """Not even with the whole pool to itself."""
+    """The request needs more blocks than the whole pool has."""
 
 
 class Memory(ABC):

@@ -71,7 +71,7 @@ class OrcaMemory(Memory):
         return Chunk(self.block_size, self.allocator)
 
     def begin(self, request: Request, sequence: SequenceState) -> None:
-        """Reserve all chunks of the request, unless they are. Raises OutOfBlocks.
+        """Reserve all chunks of the request, unless they are reserved already. Raises OutOfBlocks.
 
         Each sequence of the request takes one chunk; after an error there can be several. The other chunks are spare.
         """

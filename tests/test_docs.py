@@ -294,3 +294,11 @@ def test_every_module_has_its_place_in_the_api_or_a_reason() -> None:
     assert len(documented) == len(set(documented)), "a module has one place"
     assert set(documented) == modules - parts - NOT_IN_THE_API
     assert modules >= NOT_IN_THE_API
+
+
+def test_a_page_says_what_the_calls_of_an_allocator_are_in_a_run() -> None:
+    """Its grader takes the sentence out of the handout."""
+    handout = (ROOT / "assignments" / "1_block_allocator" / "handout.md").read_text()
+    means = build.MEANS.search(handout)
+    assert means
+    assert means[1].startswith("`allocate` is a request")

@@ -47,7 +47,7 @@ def test_every_link_to_a_file_leads_to_one(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent == ROOT], ids=lambda page: page.name)
 def test_links_from_the_root_lead_to_headings_that_are_there(page: Path) -> None:
-    """Those within docs/ are checked when the site is built."""
+    """Links within docs/ are checked when the site is built."""
     for file, anchor in re.findall(r"\]\(([^)#\s]+\.md)#([^)\s]*)\)", page.read_text()):
         headings = re.findall(r"^#+ (.+)$", (ROOT / file).read_text(), flags=re.MULTILINE)
         assert anchor in {slugify(heading.replace("`", ""), "-") for heading in headings}, f"{file}#{anchor}"

@@ -441,7 +441,7 @@ def test_every_file_opens_with_a_docstring():
 
 
 def docstrings(path: Path) -> Iterator[str]:
-    """Of modules, classes and functions, and those below fields and constants."""
+    """The docstrings of modules, classes and functions, and those below fields and constants."""
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.value.value.strip()

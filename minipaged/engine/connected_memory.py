@@ -81,11 +81,10 @@ class ConnectedBlockManager(BlockManager):
         self._store(sequence, start, sequence.num_published)
 
     def _store(self, sequence: SequenceState, start: int, stop: int) -> None:
-        """Offer logical blocks start to stop - 1 of the sequence, which are computed, as far as they belong to the
-        prompt.
+        """Offer those of the sequence's computed logical blocks start to stop - 1 that lie in its prompt.
 
-        (Generated blocks are offered when they come again, as part of a prompt: reading the pool waits for the step in
-        flight.)
+        Generated blocks are not offered, because reading them would wait for the step in flight. If they come again in
+        a prompt, they are offered then.
         """
         num_prompt_tokens = len(sequence.tokens) - len(sequence.output_token_ids)
         stop = min(stop, num_prompt_tokens // self.block_size)

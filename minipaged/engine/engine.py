@@ -215,7 +215,7 @@ class Engine:
 
     @property
     def runner(self) -> Runner:
-        """The runner of the steps. It may be replaced before the first request."""
+        """The runner of the steps. Before the first request it may be wrapped in another, which passes its costs on."""
         return self._launcher.runner
 
     @runner.setter

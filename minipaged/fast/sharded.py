@@ -126,7 +126,7 @@ class TakenOver:
         self._hidden_size, self._like, self._ranks = hidden_size, like, ranks
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """Map token ids [tokens], of which only the count is used, to [tokens, hidden]."""
+        """Return [tokens, hidden] for token ids [tokens]. Only the number of ids is used."""
         x = self._like.new_empty(len(token_ids), self._hidden_size)
         self._ranks.take(x)
         return x

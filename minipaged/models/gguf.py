@@ -210,8 +210,8 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "embedding_scale": (1.0, 0.0),
     "logit_scale": (1.0, 0.0),
 }
-"""Keys of an architecture, with the values that change nothing. Any other key changes nothing if its value is False,
-zero, or an empty text or list. Every other setting means a different computation, even if its key is unknown."""
+"""Keys of an architecture, with the values that change nothing. A key that is not listed here changes nothing if its
+value is False, zero, or an empty text or list. Any other value is refused, whether or not the key is known."""
 
 OTHER_FILES = ("adapter.", "clip.", "diffusion.", "xielu.")
 """Prefixes of keys that only files of unsupported kinds contain."""

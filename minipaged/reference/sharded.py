@@ -90,7 +90,7 @@ class ShardedLlama(Llama):
 
     @cached_property
     def _costs(self) -> Costs:
-        """Costs with one copy of each block per cache, made one after another."""
+        """The costs of this model: a block is copied once in each rank's cache, one rank after another."""
         probes = [
             [Llama(rank.config, rank.weights, probe_cache(rank.kv_cache)) for rank in each] for each in self.stages
         ]

@@ -245,6 +245,6 @@ class CacheNews:
             self._changes.append((block_hash, is_there))
 
     def latest(self) -> tuple[int, list[Change]]:
-        """Return the number of all changes so far and the last ones, as `PrefixAware.told` takes them."""
+        """Return the number of changes so far, and the latest of them, as the arguments of `PrefixAware.told`."""
         with self._lock:
             return self._number, list(self._changes)

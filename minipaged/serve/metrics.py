@@ -99,6 +99,8 @@ class Metrics:
         ProcessCollector(registry=self.registry)
 
     def _make_histograms(self, lengths: Sequence[float]) -> None:
+        """Make the histograms. All of them have vLLM's names."""
+
         def histogram(name: str, bounds: Sequence[float], text: str) -> _Histogram:
             self._histograms.append(_Histogram(f"vllm:{name}", text, bounds))
             return self._histograms[-1]

@@ -40,7 +40,7 @@ def load_class(option: str, spec: str) -> Any:
     """Load the class that FILE.py:Class names. Raises InvalidRequest if it is missing or the file does not load."""
     file, colon, name = spec.rpartition(":")
     if not colon or not file.endswith(".py") or not name.isidentifier():
-        example = f"my_{PARTS[option]}.py:{'BlockAllocator' if option == '--allocator' else 'Scheduler'}"
+        example = f"my_{PARTS[option]}.py:{'BlockAllocator' if option == '--allocator' else 'Mine'}"
         raise InvalidRequest(f"{option} is {spec!r}; write it as FILE.py:Class, e.g. {example}")
     path = Path(file).expanduser()
     if not path.is_file():

@@ -718,7 +718,7 @@ def test_a_students_policy_serves_from_a_file(
         ("{file}:Todo", "the policy raised NotImplementedError: to do ({file}:"),
         ("{file}:Yours", "mine.py has no class Yours; it has Mine, Half, Lies, Todo, NoRoom"),
         ("elsewhere.py:Mine", "--scheduling-policy: there is no file elsewhere.py"),
-        (":Mine", "--scheduling-policy is ':Mine'; write it as FILE.py:Class, e.g. my_policy.py:Scheduler"),
+        (":Mine", "--scheduling-policy is ':Mine'; write it as FILE.py:Class, e.g. my_policy.py:Mine"),
         ("lottery", "policy is 'lottery'; choose 'fcfs', 'priority', 'shortest-first', or give a class of your own"),
     ],
 )

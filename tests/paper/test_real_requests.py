@@ -215,5 +215,6 @@ def test_a_trace_that_is_cut_off_or_empty_is_refused(prompts: Path) -> None:
 def test_what_is_no_trace_of_prefixes_is_refused(line: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(line + "\n")
-    with pytest.raises(InvalidRequest, match=r"trace\.jsonl, line 1 is not a JSON object with hash_ids and input_len"):
+    message = r"trace\.jsonl, line 1 is not a JSON object with hash_ids and input_length"
+    with pytest.raises(InvalidRequest, match=message):
         CachedTrace(str(path), 0).run()

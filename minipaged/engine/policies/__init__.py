@@ -25,5 +25,9 @@ POLICIES: dict[str, MakePolicy] = {
 
 
 def looks_at_priority(policy: Policy) -> bool:
-    """Whether priorities may make a difference to this policy; assumed of any policy that is not the engine's."""
+    """Return whether the policy may use priorities: true for `PriorityFirst`, and assumed of every class of a user's
+    own.
+
+    A subclass of another policy that ignores priorities has to be named here.
+    """
     return type(policy) not in (FirstComeFirstServed, ShortestFirst)

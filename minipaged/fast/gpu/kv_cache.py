@@ -16,7 +16,7 @@ by the scale and rounds, all in registers. The bits of absolute values, as integ
 and NaN comes after all of them, so the maximum is taken over the bits. Rounding is bit arithmetic too: it is the same
 on every GPU (older ones lack floats of 8 bits) and in the interpreter (whose own conversion to them is wrong).
 
-All these kernels are bound by memory or by their launch. So they touch each byte once, in accesses of 16 bytes, and
+Memory bandwidth or the launch limits all these kernels. So they touch each byte once, in accesses of 16 bytes, and
 take one launch where plain tensor code would take many. They do not check their arguments (the numbers are in the
 device's memory, and reading them would stop the host until the device is done). A slot, position or block out of range
 is the caller's error, and overwrites other memory.

@@ -504,8 +504,8 @@ def _scaled(
     GROUP: tl.constexpr,
     X_GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Add a block to the total: its products with codes minus ZERO, times their scale; and the sums of its inputs,
-    times the contribution of the group's own zero and minimum."""
+    """Add a block to the total. The products of its inputs with codes minus ZERO are multiplied by the codes' scale.
+    The sums of its inputs are multiplied by what the group's own zero and minimum add to each code."""
     at = (block * BLOCK // GROUP).to(tl.int64) * outputs + n
     if group_scales is not None:
         x_groups = (inputs + X_GROUP - 1) // X_GROUP

@@ -4,9 +4,9 @@
     draw               a token by temperature, with or without `min_p`
 
 `top_k` and `top_p` need the logits in order, and use torch's operations over all rows (`draw_ordered`). Drawing without
-them could do so too, but that takes some 17 passes over float64 copies of the logits. The kernels read the logits once,
-and one tile of each row a second time. The random numbers (`uniform`) are computed on the host, as for a CPU.
-"""
+them could use those operations too, but that takes some 17 passes over float64 copies of the logits. The kernels read
+the logits once, and one tile of each row a second time. The random numbers (`uniform`) are computed on the host, as for
+a CPU."""
 
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
 

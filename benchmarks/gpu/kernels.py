@@ -296,11 +296,11 @@ def time_mixed(setting: Setting) -> Row:
 
 def ours(given: Inputs) -> Callable[[], Tensor]:
     """The decode kernel for one query token a sequence, the prefill kernel for the whole prompts."""
-    shape = given.shape
+    shape, paged = given.shape, given.paged
     if len(given.query) == shape.seqs:
-        return lambda: attention.paged_decode(given.query, given.paged, shape.scale)
+        return lambda: attention.paged_decode(given.query, paged, shape.scale)
     starts = torch.arange(shape.seqs + 1, dtype=torch.int32, device=given.query.device) * shape.context
-    return lambda: attention.paged_prefill(given.query, given.paged, starts, shape.scale, max_query_len=shape.context)
+    return lambda: attention.paged_prefill(given.query, paged, starts, shape.scale, max_query_len=shape.context)
 
 
 def changed(changes: dict[str, int], given: Inputs) -> Callable[[], Tensor]:

@@ -2,6 +2,7 @@
 
     python -m tests.fast.compile_kernels                    all kernels, for every architecture
     python -m tests.fast.compile_kernels --arch 90          for one
+    python -m tests.fast.compile_kernels --sample 7         half of the shapes of attention, drawn by this seed
     python -m tests.fast.compile_kernels --arch 90 --sass prefill-bf16-d128-g4    print the machine code of one
 
 Each kernel is compiled with the very arguments its launcher would give it, then read back with the tools in Triton's
@@ -22,7 +23,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from minipaged.fast.gpu import attention, block_table, kv_cache, llama, packed, sampling
+from tests.effort import drawn
 
 ARCHITECTURES = (80, 90, 100)
 """Compute capability, times ten: A100, H100 and H200, B200."""
@@ -76,8 +78,12 @@ class Entry:
     """Which of "loads" and "stores" must mostly be of 16 bytes on sm_90, the widest that a thread can make there."""
 
 
-def entries(arch: int) -> Iterator[Entry]:
-    yield from attention_entries(arch)
+def entries(arch: int, sample: str | None = None) -> Iterator[Entry]:
+    """All kernels for one architecture. With `sample`, a seed: of attention, whose kernels take longest to compile, one
+    shape in `ONE_SHAPE_IN`."""
+    yield from attention_entries(
+        arch, ATTENTION if sample is None else drawn(ONE_SHAPE_IN, ATTENTION, f"{sample} {arch}")
+    )
     yield from cache_entries(arch)
     yield from model_entries(arch)
     yield from packed_entries(arch)
@@ -126,8 +132,12 @@ ATTENTION = (
 )
 
 
-def attention_entries(arch: int) -> Iterator[Entry]:
-    for dtype, head_dim, group, block_size, kind in ATTENTION:
+ONE_SHAPE_IN = 2
+"""A sample compiles one of every two of these shapes."""
+
+
+def attention_entries(arch: int, shapes: Sequence[tuple[torch.dtype, int, int, int, str]]) -> Iterator[Entry]:
+    for dtype, head_dim, group, block_size, kind in shapes:
         in_8_bits = kind in CODES
         arrays = {"query": POINTER[dtype]} | dict.fromkeys(("keys", "values"), CODES.get(kind, POINTER[dtype]))
         arrays |= {"kv_scales": "*fp32"} if in_8_bits else {}
@@ -494,9 +504,10 @@ def main() -> None:
     parser.add_argument("--arch", type=int, choices=ARCHITECTURES)
     parser.add_argument("--sass", metavar="KERNEL", help="print the machine code of this kernel instead")
     parser.add_argument("--only", default="", metavar="PREFIX", help="only kernels whose names begin so")
+    parser.add_argument("--sample", metavar="SEED", help="only half of the shapes of attention, drawn by this seed")
     chosen = parser.parse_args()
     for arch in ARCHITECTURES if chosen.arch is None else (chosen.arch,):
-        for entry in entries(arch):
+        for entry in entries(arch, chosen.sample):
             if chosen.sass == entry.name:
                 print(machine_code(compiled(entry, arch).asm["cubin"]))
             elif chosen.sass is None and entry.name.startswith(chosen.only):

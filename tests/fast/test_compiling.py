@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.effort import thorough
+from tests.effort import one_case_in, thorough
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("there is no Triton for this machine", allow_module_level=True)
@@ -70,7 +70,7 @@ SIZES: list[dict[str, Any]] = [
 BROKEN = [{"fault": fault} for fault in FAULTS] + [{"fault": "captures at once", "requests": 0}]
 READ_BACK = [{"capability": capability, "vocab": 4100, "read_back": True} for capability in SHARED_MEMORY]
 THOROUGH = BROKEN + MODELS + SIZES + READ_BACK
-"""All that is rehearsed for thorough tests, by one process."""
+"""All that thorough tests rehearse, in one process."""
 
 
 def rehearse(name: str, cases: list[dict[str, Any]]) -> list[Report]:
@@ -85,11 +85,13 @@ def report() -> Report:
 
 
 @pytest.fixture(scope="module")
-def report_of() -> Callable[[dict[str, Any]], Report]:
-    """For each of the thorough cases."""
-    reports = rehearse("rehearsed-compiling-thoroughly", THOROUGH)
-    assert len(reports) == len(THOROUGH)
-    return lambda case: reports[THOROUGH.index(case)]
+def report_of(request: pytest.FixtureRequest) -> Callable[[dict[str, Any]], Report]:
+    """For each of the thorough cases that tests of this run ask for."""
+    asked = [item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")]
+    cases = [case for case in THOROUGH if case in [*asked, *BROKEN]]
+    reports = rehearse("rehearsed-compiling-thoroughly", cases)
+    assert len(reports) == len(cases)
+    return lambda case: reports[cases.index(case)]
 
 
 def kernels(compiled: list[str]) -> set[str]:
@@ -116,6 +118,7 @@ def test_the_rehearsal_comes_to_all_kernels_and_to_all_that_moves_blocks(report:
 
 
 @thorough
+@one_case_in(2)
 @pytest.mark.parametrize("case", MODELS + SIZES, ids=str)
 def test_nothing_compiles_while_requests_are_served_whatever_the_shapes(
     case: dict[str, Any], report_of: Callable[[dict[str, Any]], Report]

@@ -34,8 +34,9 @@ from torch import Tensor
 from benchmarks.fast import NEW_TOKENS, PROMPT, served
 from benchmarks.side_by_side import Result, at_least, median_seconds, report
 from minipaged import LLM
-from minipaged.fast.cpu.llama import linears, use_threads
+from minipaged.fast.cpu.llama import linears
 from minipaged.fast.cpu.packed import PackedMatrix, Room
+from minipaged.fast.cpu.threads import use_threads
 from minipaged.fast.kernels import Linear
 from minipaged.models.pypi import SMOLLM2_Q4_1
 from minipaged.models.quantized.stored import Grouped, pack

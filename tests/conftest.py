@@ -98,7 +98,7 @@ def _threads() -> None:
 
     Left alone, numba starts a thread for each core and gives torch as many, and two test processes wait for each other.
     """
-    from minipaged.fast.cpu import use_threads
+    from minipaged.fast.cpu.threads import use_threads
 
     use_threads()
 

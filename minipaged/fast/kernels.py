@@ -13,6 +13,7 @@ or overwrite other memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -207,8 +208,8 @@ class LlamaKernels(Protocol):
     """The other kernels of a Llama. All tensors are of the model's type. Norms are rounded where transformers rounds:
     before the weight is applied, and after."""
 
-    def use_threads(self) -> None:
-        """Prepare the calling Python thread for a step."""
+    def computing(self, *, throughout: bool = True) -> AbstractContextManager[None]:
+        """Within it the calling Python thread calls kernels. `throughout`: all of the time, or nearly so."""
 
     def linears(
         self,

@@ -282,8 +282,9 @@ class Llama(Runner):
         kept = self._choosing.pop(self.mirror, None)  # removed, in case an error interrupts this step
         if not inputs:
             return []
-        how = Choosing.of(inputs, logits, kept)
-        samples = how.sample(logits)
+        with self.kernels.computing(throughout=False):
+            how = Choosing.of(inputs, logits, kept)
+            samples = how.sample(logits)
         self._choosing[self.mirror] = how
         return samples
 
@@ -361,9 +362,12 @@ class Llama(Runner):
     def _compute(self, tokens: FlatBatch, slots: Tensor | None = None) -> Tensor:
         """Run all layers. Returns the logits [rows that want them, vocab_size]. `slots`: [tokens], or None to look them
         up."""
+        with self.kernels.computing():
+            return self._run_layers(tokens, slots)
+
+    def _run_layers(self, tokens: FlatBatch, slots: Tensor | None) -> Tensor:
         eps, heads = self.config.rms_norm_eps, self.config.num_attention_heads
         kernels, weights = self.kernels, self.weights
-        kernels.use_threads()
         if slots is None:
             block_size = self.kv_cache.block_size
             slots = kernels.slot_mapping(tokens.tables, tokens.token_rows, tokens.positions, block_size)

@@ -71,7 +71,7 @@ import minipaged.fast.beam_search, minipaged.fast.llama, minipaged.fast.preempti
 assert "numba" not in sys.modules
 import torch
 from minipaged.fast import kernels_for
-kernels_for(torch.device("cpu")).use_threads()
+kernels_for(torch.device("cpu")).computing()
 assert "numba" in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

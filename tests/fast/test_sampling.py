@@ -128,7 +128,7 @@ def test_what_was_worked_out_once_chooses_the_same_tokens_as_the_outputs_grow(
 
 
 def test_the_model_works_out_once_how_to_choose_while_a_lane_has_the_same_inputs() -> None:
-    model: Any = SimpleNamespace(_choosing={}, mirror="a lane's")
+    model: Any = SimpleNamespace(_choosing={}, mirror="a lane's", kernels=kernels_for(torch.device("cpu")))
     first, other = tuple(inputs()), tuple(inputs())
 
     def kept_after(wanted: Any, logits: Any = None) -> sampling.Choosing | None:

@@ -1,14 +1,23 @@
-"""The fast tier keeps to the number of threads that it is given, and leaves torch's alone."""
+"""The fast tier keeps to the number of threads that it is given, computes on fewer where others take cores, and leaves
+torch's number alone."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import numba
+import numpy as np
 import pytest
+import torch
 
+from minipaged.fast.cpu import computing, paged_decode, threads
+from minipaged.fast.cpu.threads import LONGEST_WAIT, Threads, usable_cores
+from minipaged.fast.kernels import Paged
 from tests.effort import thorough
 
 REPORT = """
@@ -35,3 +44,167 @@ def test_omp_num_threads_holds_for_torch_and_for_numba_in_any_thread(tiny_model:
     command = [sys.executable, "-c", REPORT, str(tiny_model)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split("\n") == [f"{threads} {threads} {threads}"] * 2 + [""]
+
+
+# --- Fewer threads where others take cores -----------------------------------------------------------
+
+PASS = 0.06
+"""Seconds of a pass through the model."""
+
+
+class Machine:
+    """A machine of which `free` cores are left for the threads. Threads that compute or wait take all they can get."""
+
+    def __init__(self, num_threads: int, free: float) -> None:
+        self.free = free
+        self.now = self.processor = 0.0
+        self.threads = Threads(num_threads, lambda: self.now, lambda: self.processor)
+
+    def run(self, seconds: float) -> list[int]:
+        """The number of threads in each pass."""
+        counts = []
+        for _ in range(round(seconds / PASS)):
+            with self.threads.watched():
+                counts.append(self.threads.count)
+                self.now += PASS
+                self.processor += PASS * min(self.threads.count, self.free)
+        return counts
+
+
+@pytest.mark.parametrize(("num_threads", "free"), [(1, 0.5), (2, 2.0), (2, 1.8), (8, 7.8), (64, 64)])
+def test_all_threads_compute_where_nobody_takes_much_of_a_core(num_threads: int, free: float) -> None:
+    assert {*Machine(num_threads, free).run(60)} == {num_threads}
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "free", "fewer"),
+    [(2, 1.5, 1), (2, 1.0, 1), (2, 0.7, 1), (8, 7.5, 7), (8, 2.0, 2), (4, 3.0, 3)],
+)
+def test_a_thread_that_gets_no_core_is_left_out_and_tried_now_and_then(
+    num_threads: int, free: float, fewer: int
+) -> None:
+    counts = Machine(num_threads, free).run(120)
+    assert counts[:2] == [num_threads, fewer]
+    assert {*counts[1:]} == {fewer, fewer + 1}
+    assert 120 / LONGEST_WAIT - 2 < counts.count(fewer + 1) < 120 / LONGEST_WAIT + 6
+
+
+def test_all_threads_compute_again_when_the_cores_are_free() -> None:
+    machine = Machine(8, 4.0)
+    machine.run(60)
+    machine.free = 8.0
+    assert {*machine.run(LONGEST_WAIT + 1)[-5:]} == {8}
+    machine.free = 7.0
+    assert machine.run(1)[2] == 7, "one that is taken later is noticed at once"
+    machine.free = 8.0
+    assert {*machine.run(1)[-2:]} == {8}, "and one that was taken for a moment is soon tried"
+
+
+def test_two_passes_at_once_are_not_taken_for_lost_cores() -> None:
+    machine = Machine(2, 1.0)
+    with machine.threads.watched():
+        for _ in range(5):
+            with machine.threads.watched():
+                machine.now += PASS
+        assert machine.threads.count == 2
+        machine.processor += 2 * 5 * PASS
+    assert machine.threads.count == 2
+
+
+@pytest.fixture
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Threads]:
+    """Of this process; the tests have one otherwise."""
+    if numba.config.NUMBA_NUM_THREADS < 2:
+        pytest.skip("numba has one thread here")
+    given = torch.get_num_threads()
+    monkeypatch.setattr(threads, "usable_cores", lambda: 2)
+    monkeypatch.setattr(threads, "_threads", two := Threads(2))
+    torch.set_num_threads(2)
+    yield two
+    torch.set_num_threads(given)
+    threads.use_threads()
+
+
+def numbers() -> tuple[int, int]:
+    return torch.get_num_threads(), numba.get_num_threads()
+
+
+@pytest.mark.parametrize("throughout", [True, False])
+def test_torch_and_numba_have_their_own_numbers_again_afterwards(two_threads: Threads, throughout: bool) -> None:
+    two_threads.count = 1
+    with suppress(ZeroDivisionError), computing(throughout=throughout):
+        assert numbers() == (1, 1)
+        raise ZeroDivisionError
+    assert numbers() == (2, 2)
+
+
+def test_more_threads_than_usable_cores_do_not_compute(two_threads: Threads) -> None:
+    torch.set_num_threads(7)
+    with computing():
+        assert numbers() == (2, 2)
+    assert numbers() == (7, 2)
+
+
+def test_attention_gives_the_same_bits_on_fewer_threads(two_threads: Threads) -> None:
+    lens = torch.tensor([700, 45, 3], dtype=torch.int32)
+    random = torch.Generator().manual_seed(3)
+    keys, values = torch.randn(2, 60, 1, 16, 64, generator=random)  # [blocks, kv heads, block size, head dim]
+    paged = Paged(keys, values, torch.arange(60, dtype=torch.int32).repeat(3, 1), torch.arange(3).int(), lens)
+    query = torch.randn(3, 2, 64, generator=random)
+    found = []
+    for two_threads.count in (2, 1):
+        with computing():
+            found.append(paged_decode(query, paged, 0.1).numpy())
+    assert np.array_equal(*found)
+    threads._threads = Threads(1)  # which really are fewer, and divide the work otherwise
+    assert not np.array_equal(paged_decode(query, paged, 0.1).numpy(), found[0])
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "shows"),
+    [("OMP_WAIT_POLICY", "passive", False), ("GOMP_SPINCOUNT", "0", False), ("OMP_WAIT_POLICY", "active", True)],
+)
+def test_lost_cores_do_not_show_where_waiting_threads_sleep(
+    variable: str, value: str, shows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(numba, "threading_layer", lambda: "omp")
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv(variable, value)
+    assert threads._shows_lost_cores() is shows
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert not threads._shows_lost_cores(), "a rank sleeps while it waits for others"
+
+
+# --- Cores that a process may use --------------------------------------------------------------------
+
+V2 = "0::/pod/one\n"
+V1 = "5:memory:/pod/one\n4:cpu,cpuacct:/pod/one\n"
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "cores"),
+    [
+        (V2, {"pod/one/cpu.max": "150000 100000"}, 2),
+        (V2, {"pod/one/cpu.max": "max 100000", "pod/cpu.max": "100000 100000"}, 1),
+        (V2, {"cpu.max": "20000 100000"}, 1),
+        (V2, {"pod/one/cpu.max": "max 100000"}, 4),
+        (V2, {}, 4),
+        (V1, {"cpu,cpuacct/pod/cpu.cfs_quota_us": "300000", "cpu,cpuacct/pod/cpu.cfs_period_us": "100000"}, 3),
+        (V1, {"cpu,cpuacct/pod/cpu.cfs_quota_us": "-1", "cpu,cpuacct/pod/cpu.cfs_period_us": "100000"}, 4),
+        (V1, {"memory/pod/cpu.cfs_quota_us": "100000", "memory/pod/cpu.cfs_period_us": "100000"}, 4),
+        (None, {"cpu.max": "100000 100000"}, 4),
+    ],
+)
+def test_a_containers_quota_counts(
+    own: str | None, files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
+    for name, content in files.items():
+        file = tmp_path / "cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content)
+    if own is not None:
+        (tmp_path / "own").write_text(own)
+    assert usable_cores(tmp_path / "cgroup", tmp_path / "own") == cores

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from minipaged.contracts import Runner
-from minipaged.fast.cpu import use_threads
+from minipaged.fast.cpu.threads import use_threads
 from minipaged.llm import LoadedModel
 from minipaged.models import hub
 from minipaged.parallel.tier import ParallelTier

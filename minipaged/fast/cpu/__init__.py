@@ -3,15 +3,17 @@
 from minipaged.fast.cpu.attention import paged_decode
 from minipaged.fast.cpu.block_table import advance_decode, edit_tables, fork_tables, slot_mapping
 from minipaged.fast.cpu.kv_cache import copy_blocks, poison_blocks, rope_and_write, write
-from minipaged.fast.cpu.llama import add_rms_norm, linears, rms_norm, swiglu, use_threads
+from minipaged.fast.cpu.llama import add_rms_norm, linears, rms_norm, swiglu
 from minipaged.fast.cpu.one_token import one_token
 from minipaged.fast.cpu.prefill import paged_prefill
 from minipaged.fast.cpu.sampling import argmax_logsumexp, draw, uniform
+from minipaged.fast.cpu.threads import computing
 
 __all__ = [
     "add_rms_norm",
     "advance_decode",
     "argmax_logsumexp",
+    "computing",
     "copy_blocks",
     "draw",
     "edit_tables",
@@ -26,6 +28,5 @@ __all__ = [
     "slot_mapping",
     "swiglu",
     "uniform",
-    "use_threads",
     "write",
 ]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import torch
 from numba import prange, types
@@ -24,6 +23,7 @@ from torch import Tensor
 from minipaged.fast.cpu.bfloat16 import Array, array_at, as_array, float_of_bits, narrow, prefetch, widen
 from minipaged.fast.cpu.decode import TILE, add_values, score_tile
 from minipaged.fast.cpu.kernel_cache import inner, kernel, loop
+from minipaged.fast.cpu.threads import num_pieces
 from minipaged.fast.cpu.vectors import LANES, number_type
 from minipaged.fast.kernels import Paged
 
@@ -111,7 +111,7 @@ def paged_decode(query: Tensor, paged: Paged, scale: float) -> Tensor:
         KernelPool.of(paged.keys, paged.values, paged.scales),
         (paged.tables.numpy(), paged.rows.numpy(), paged.context_lens.numpy()),
         np.float32(scale),
-        numba.get_num_threads(),
+        num_pieces(),
         np.float32(0) if paged.scales is not None else pairs_or_floats(query.dtype, query.shape[2]),
         as_array(out),
     )
@@ -147,7 +147,7 @@ def exponential(x):
 
 
 @kernel(parallel=True, error_model="numpy")
-def _decode(query, pool, where, scale, num_threads, number, out):
+def _decode(query, pool, where, scale, num_pieces, number, out):
     """query, out: [seqs, heads, head_dim]. where: tables, rows, context_lens. number: see `pairs_or_floats`.
 
     The parallel loop contains little more than a call, because numba takes several times as long to compile the code
@@ -161,13 +161,13 @@ def _decode(query, pool, where, scale, num_threads, number, out):
         for g in range(heads if context_lens[s] == 0 else 0):
             for d in range(head_dim):
                 out[s, g, d] = narrow(np.float32(0), out[0, 0, 0])
-    # A thread's stretch may begin and end within a pair (sequence, key/value head). It leaves those two unfinished.
-    part_of = np.empty((num_threads, 2), np.int64)
-    part_m_l = np.empty((num_threads, 2, group, 2), np.float32)
-    part_o = np.empty((num_threads, 2, group, head_dim), np.float32)
-    for thread in prange(num_threads):
-        parts = part_of[thread], part_m_l[thread], part_o[thread]
-        begin, end = first_tile[-1] * thread // num_threads, first_tile[-1] * (thread + 1) // num_threads
+    # A piece may begin and end within a pair (sequence, key/value head). Those two stay unfinished.
+    part_of = np.empty((num_pieces, 2), np.int64)
+    part_m_l = np.empty((num_pieces, 2, group, 2), np.float32)
+    part_o = np.empty((num_pieces, 2, group, head_dim), np.float32)
+    for piece in prange(num_pieces):
+        parts = part_of[piece], part_m_l[piece], part_o[piece]
+        begin, end = first_tile[-1] * piece // num_pieces, first_tile[-1] * (piece + 1) // num_pieces
         _attend_tiles(query, pool, where, scale, first_tile, begin, end, number, parts, out)
     _merge(part_of, part_m_l, part_o, pool.kv_heads, out)
 

@@ -45,18 +45,6 @@ os.environ.setdefault("LRU_CACHE_CAPACITY", "256")
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
 
 
-def use_threads() -> None:
-    """Limit numba's threads to torch's number, for this thread of Python (numba has a number for each).
-
-    Both then obey OMP_NUM_THREADS. Two processes that share a machine, each with its part of the cores, do not wait for
-    each other at the end of every loop.
-    """
-    count = torch.get_num_threads()
-    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
-    if torch.get_num_threads() != count:  # numba, when it starts its threads, changes OpenMP's number, which torch uses
-        torch.set_num_threads(count)
-
-
 def linears(
     sizes: Sequence[tuple[int, int]],
     weights: Iterable[Tensor | StoredMatrix],

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from minipaged.fast.cpu.bfloat16 import array_at, as_array
 from minipaged.fast.cpu.kernel_cache import inner, kernel
 from minipaged.fast.cpu.kv_cache import write_token
 from minipaged.fast.cpu.llama import DenseMatrix, activate, add, multiply, normalize
+from minipaged.fast.cpu.threads import num_pieces
 from minipaged.fast.kernels import Layer
 
 
@@ -61,7 +61,7 @@ class OneToken:
             (tables.numpy(), rows.numpy(), context_lens.numpy()),
             np.float32(scale),
             eps,
-            numba.get_num_threads(),
+            num_pieces(),
             pairs_or_floats(residual.dtype, cos.shape[1] * 2),
             as_array(x)[0],
         )
@@ -86,7 +86,7 @@ def _addresses(layer: Any, view: tuple[Tensor, Tensor]) -> list[int]:
 
 
 @kernel()
-def _run(layers, sizes, residual, angles, slot, pool, where, scale, eps, num_threads, number, x):
+def _run(layers, sizes, residual, angles, slot, pool, where, scale, eps, num_pieces, number, x):
     """Overwrite residual [hidden], write the last layer's output to x [hidden]. angles: cos, sin [head_dim / 2]."""
     cos, sin = angles
     heads, intermediate = sizes
@@ -105,17 +105,17 @@ def _run(layers, sizes, residual, angles, slot, pool, where, scale, eps, num_thr
         if i:
             add(x, residual)
         normalize(residual, array_at(input_norm, hidden, like), epsilon, normed)
-        multiply(_at(normed), one, qkv_weight, qkv_size, hidden, like, num_threads, _at(qkv))
+        multiply(_at(normed), one, qkv_weight, qkv_size, hidden, like, num_pieces, _at(qkv))
         to = keys, values, none, pool.block_stride, kv_heads, pool.block_size, none, layers[i, 8], eps
         write_token(qkv, cos, sin, slot, to, None, query[0])
         here = KernelPool(keys, values, 0, pool.block_stride, pool.head_stride, kv_heads, pool.block_size, pool.kind)
-        _decode(query, here, where, scale, num_threads, number, attended)
-        multiply(_at(attended), one, o_weight, hidden, q_size, like, num_threads, _at(x))
+        _decode(query, here, where, scale, num_pieces, number, attended)
+        multiply(_at(attended), one, o_weight, hidden, q_size, like, num_pieces, _at(x))
         add(x, residual)
         normalize(residual, array_at(post_norm, hidden, like), epsilon, normed)
-        multiply(_at(normed), one, gate_up_weight, 2 * intermediate, hidden, like, num_threads, _at(gate_up))
+        multiply(_at(normed), one, gate_up_weight, 2 * intermediate, hidden, like, num_pieces, _at(gate_up))
         activate(gate_up[:intermediate], gate_up[intermediate:], activated)
-        multiply(_at(activated), one, down_weight, hidden, intermediate, like, num_threads, _at(x))
+        multiply(_at(activated), one, down_weight, hidden, intermediate, like, num_pieces, _at(x))
 
 
 @inner(inline="always")

@@ -28,7 +28,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from llvmlite import ir
@@ -40,6 +39,7 @@ from torch import Tensor
 from minipaged.fast.cpu.attention import KINDS, LOWEST, SCALE_BYTES, STEP, KernelPool, paged_decode, read_tile
 from minipaged.fast.cpu.bfloat16 import array_at, as_array, narrow, widen
 from minipaged.fast.cpu.kernel_cache import inner, kernel
+from minipaged.fast.cpu.threads import num_pieces
 from minipaged.fast.cpu.vectors import BITS8, BITS32, BITS64, FLOATS, INTEGERS, LANES, PAIRS, Vectors, number_type
 from minipaged.fast.kernels import Paged
 
@@ -74,8 +74,7 @@ def paged_prefill(query: Tensor, paged: Paged, query_start: Tensor, scale: float
             return out
         pool = KernelPool.of(paged.keys, paged.values, paged.scales)
         where = paged.tables.numpy(), paged.rows.numpy(), query_start.numpy(), paged.context_lens.numpy()
-        num_threads = numba.get_num_threads()
-        _prefill(as_array(query), pool, where, np.float32(scale), num_threads, number, as_array(out))
+        _prefill(as_array(query), pool, where, np.float32(scale), num_pieces(), number, as_array(out))
     return out
 
 
@@ -157,19 +156,19 @@ def _read_heads(pool, scales, kind, block_stride, head_stride, block_size, table
 
 
 @kernel(parallel=True, error_model="numpy")
-def _prefill(query, pool, where, scale, num_threads, number, out):
+def _prefill(query, pool, where, scale, num_pieces, number, out):
     """query, out: [tokens, heads, head_dim]. where: tables, rows, query_start, context_lens. number: a number of the
     type to multiply in."""
     _, rows, query_start, _ = where
     group = query.shape[1] // pool.kv_heads
-    item_rows = ITEM if len(query) * query.shape[1] >= num_threads * ITEM else ROWS
+    item_rows = ITEM if len(query) * query.shape[1] >= num_pieces * ITEM else ROWS
     first_item = np.zeros(len(rows) + 1, np.int64)  # each sequence's first item; a sequence with one query has no items
     for s in range(len(rows)):
         n = np.int64(query_start[s + 1] - query_start[s])
         items = (n * group + item_rows - 1) // item_rows * pool.kv_heads if n > 1 else 0
         first_item[s + 1] = first_item[s] + items
     taken = np.zeros(1, np.int64)
-    for _ in prange(min(num_threads, first_item[-1])):
+    for _ in prange(min(num_pieces, first_item[-1])):
         _work(query, pool, where, scale, first_item, item_rows, taken, number, out)
 
 

@@ -6,13 +6,14 @@
 from minipaged.fast.gpu.attention import paged_decode, paged_prefill
 from minipaged.fast.gpu.block_table import advance_decode, edit_tables, fork_tables, slot_mapping
 from minipaged.fast.gpu.kv_cache import copy_blocks, poison_blocks, rope_and_write, write
-from minipaged.fast.gpu.llama import add_rms_norm, linears, one_token, rms_norm, swiglu, use_threads
+from minipaged.fast.gpu.llama import add_rms_norm, computing, linears, one_token, rms_norm, swiglu
 from minipaged.fast.gpu.sampling import argmax_logsumexp, draw, uniform
 
 __all__ = [
     "add_rms_norm",
     "advance_decode",
     "argmax_logsumexp",
+    "computing",
     "copy_blocks",
     "draw",
     "edit_tables",
@@ -27,6 +28,5 @@ __all__ = [
     "slot_mapping",
     "swiglu",
     "uniform",
-    "use_threads",
     "write",
 ]

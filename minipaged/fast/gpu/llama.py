@@ -19,6 +19,7 @@ addition (`enable_fp_fusion`), which costs nothing in kernels bound by memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import triton
@@ -120,8 +121,9 @@ def _swiglu(gate_up, activated, gate_up_stride, INTERMEDIATE: tl.constexpr, TILE
     tl.store(activated + token * INTERMEDIATE + i, gate / (1 + tl.exp(-gate)) * up, mask=i < INTERMEDIATE)
 
 
-def use_threads() -> None:
+def computing(*, throughout: bool = True) -> AbstractContextManager[None]:
     """Does nothing: kernels on a GPU need no threads of the host."""
+    return nullcontext()
 
 
 def one_token(

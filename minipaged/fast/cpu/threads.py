@@ -1,0 +1,194 @@
+"""How many threads compute on a CPU: as many as get a core.
+
+Threads that compute one step together meet some 200 times in it, and each time all of them wait for the last one. So on
+a machine that does something else as well, a thread that has to share its core makes all the others wait. One thread
+fewer than there are cores loses its share of the work, and no more (tokens a second; SmolLM2-135M in bfloat16 on 2
+cores of an AMD EPYC; one core taken by another process):
+
+| | quiet | a core taken: 2 threads | 1 thread |
+|---|---|---|---|
+| one request | 89 | 26 | 58 |
+| 32 decoding | 497 | 119 | 279 |
+
+Whether a thread had to wait for a core shows in the processor time of this process. A thread that waits for others does
+so in a loop, and so takes processor time too. Threads that together take less than the clock shows were kept from
+running. On the same machine two threads get 1.95 seconds of processor time a second if nobody else wants it (of one
+request: 1.8), and at most 1.5 if one core is taken.
+
+That other programs have ended does not show while there are fewer threads. So now and then one more thread is tried.
+"""
+
+# mypy: disable-error-code="attr-defined"
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from pathlib import Path
+
+import numba
+import torch
+
+WINDOW = 0.05
+"""The seconds of computing after which the number of threads may change."""
+LOST = 0.3
+"""The number of cores that may be lost before there is a thread fewer."""
+FIRST_WAIT, LONGEST_WAIT = 0.5, 4.0
+"""The seconds until one more thread is tried, and at most. Each attempt that fails doubles the wait."""
+
+
+class Threads:
+    """The number of threads, and when to change it. It counts from 1 to `most`."""
+
+    def __init__(
+        self,
+        most: int,
+        clock: Callable[[], float] = time.perf_counter,
+        processor_clock: Callable[[], float] = time.process_time,
+    ) -> None:
+        self.most = self.count = most
+        self._clock, self._processor_clock = clock, processor_clock
+        self._seconds = self._processor_seconds = 0.0
+        self._wait, self._next_try = FIRST_WAIT, 0.0
+        self._tries = self._is_watching = False
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within it all `count` threads compute, or wait for each other in a loop."""
+        if self._is_watching:  # the other one's processor time could not be told from this one's
+            yield
+            return
+        self._is_watching = True
+        began, processor_began = self._clock(), self._processor_clock()
+        try:
+            yield
+        finally:
+            self._is_watching = False
+            now = self._clock()
+            self._seconds += now - began
+            self._processor_seconds += self._processor_clock() - processor_began
+            if self._seconds >= WINDOW:
+                self._adapt(self.count - self._processor_seconds / self._seconds, now)
+                self._seconds = self._processor_seconds = 0.0
+
+    def _adapt(self, lost: float, now: float) -> None:
+        """`lost`: the number of cores that the threads did not get."""
+        if lost > LOST and self.count > 1:
+            self._wait = min(2 * self._wait, LONGEST_WAIT) if self._tries else FIRST_WAIT
+            self._next_try = now + self._wait
+            self.count = max(1, self.count - max(1, round(lost)))
+            self._tries = False
+        elif self.count < self.most and (self._tries or now >= self._next_try):
+            self.count += 1
+            self._tries = True
+        elif self.count == self.most:
+            self._tries = False
+
+
+_threads = Threads(0)
+
+
+def _current() -> Threads:
+    """The threads of this process. They count anew when torch is given another number."""
+    global _threads  # torch's number is the whole process's, too
+    most = min(torch.get_num_threads(), usable_cores(), numba.config.NUMBA_NUM_THREADS)
+    if most != _threads.most:
+        _threads = Threads(most)
+    return _threads
+
+
+def num_pieces() -> int:
+    """The number of pieces into which threads divide work whose result depends on the division, in its last bits: the
+    threads of a machine that does nothing else, however many there are now."""
+    return _threads.most or _current().most
+
+
+def computing(*, throughout: bool = True) -> AbstractContextManager[None]:
+    """Within it as many threads compute as get a core. Afterwards numba and torch have their own numbers again.
+
+    `throughout`: whether threads compute nearly all the time, so that lost cores show.
+    """
+    return _computing(throughout)
+
+
+@contextmanager
+def _computing(throughout: bool) -> Iterator[None]:
+    given, threads = torch.get_num_threads(), _current()
+    _set(threads.count)
+    try:
+        with threads.watched() if throughout and _shows_lost_cores() else nullcontext():
+            yield
+    finally:
+        _set(threads.most)
+        if torch.get_num_threads() != given:
+            torch.set_num_threads(given)
+
+
+def use_threads() -> None:
+    """Let numba compute on as many threads as torch, in this thread of Python (numba has a number for each).
+
+    Both then obey OMP_NUM_THREADS. Two processes that share a machine, each with its part of the cores, do not wait for
+    each other at the end of every loop.
+    """
+    _set(_current().most)
+
+
+def _set(count: int) -> None:
+    numba.set_num_threads(count)
+    if torch.get_num_threads() != count:  # numba, when it starts its threads, changes OpenMP's number, which torch uses
+        torch.set_num_threads(count)
+
+
+def _shows_lost_cores() -> bool:
+    """Whether threads that wait take processor time. OpenMP's on Linux do, unless they are told to sleep. A rank also
+    waits for other ranks, and sleeps then."""
+    sleeps = os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE" or os.environ.get("GOMP_SPINCOUNT") == "0"
+    alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+    try:
+        return sys.platform == "linux" and not sleeps and alone and numba.threading_layer() == "omp"
+    except ValueError:  # before the first parallel loop
+        return False
+
+
+# --- Cores ------------------------------------------------------------------------------------------
+
+
+@cache
+def usable_cores(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """The number of cores that this process may use: those that it is bound to, and within its container's quota. A
+    part of a core counts as one."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, math.ceil(min(bound, _quota(cgroups, own))))
+
+
+def _quota(cgroups: Path, own: Path) -> float:
+    """The seconds of processor time a second that the control groups of this process allow (cgroup v2, `cpu.max`; v1,
+    `cpu.cfs_quota_us`); infinity if they set no limit."""
+    quota = math.inf
+    for line in own.read_text().splitlines() if own.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root = cgroups / controllers if controllers else cgroups
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
+            quota = min(quota, _quota_of(folder))
+            if folder == root:
+                break
+    return quota
+
+
+def _quota_of(folder: Path) -> float:
+    try:
+        if (folder / "cpu.max").exists():
+            allowed, period = (folder / "cpu.max").read_text().split()
+        else:
+            allowed, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+    except OSError:  # not there, or not for us to read
+        return math.inf
+    return math.inf if allowed in ("max", "-1") else int(allowed) / int(period)

@@ -5,13 +5,14 @@
 For each part its share of the time, and its floor: the bytes that it has to read at the rate at which this machine
 reads much memory, or its operations at the rate of a large bf16 product, whichever takes longer, call by call. Both
 rates are measured first. Element-wise work and sampling have no floor here; "engine and the rest" is what no part
-accounts for. The clocks around each call cost the smallest workload a few percent. What runs all layers in one call for
-a single token (`minipaged/fast/cpu/one_token.py`) has no room for clocks, and is left out: so one request takes longer
-here than it does.
+accounts for. The clocks around each call cost the smallest workload a few percent. The call that runs all layers for
+sequences that decode (`minipaged/fast/cpu/one_call.py`) has no room for clocks, and is left out: so decoding takes
+longer here than it does.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import Counter
@@ -25,6 +26,7 @@ from benchmarks.cpu_engines import MAX_LENGTH, MAX_SEQS, Request, workloads
 from minipaged import LLM, SamplingParams
 from minipaged.fast import cpu, llama
 from minipaged.fast.cpu.llama import DenseMatrix
+from minipaged.fast.cpu.product import TiledMatrix
 
 ELEMENT_WISE = ("rms_norm", "add_rms_norm", "swiglu", "rope_and_write")
 SAMPLING = ("argmax_logsumexp", "draw")
@@ -81,7 +83,8 @@ class Profile:
 
     def put_clocks(self, names: dict[tuple[int, int], str]) -> None:
         """`names`: of matrices by their shapes."""
-        self.put_clock(DenseMatrix, "__call__", lambda matrix, x: names[tuple(matrix.weight.shape)], product)
+        for kind in (DenseMatrix, TiledMatrix):
+            self.put_clock(kind, "__call__", lambda matrix, x: names[tuple(matrix.shape)], product)
         self.put_clock(llama, "attend", lambda *_: "attention", attention)
         for part, kernels in (("element-wise", ELEMENT_WISE), ("sampling", SAMPLING)):
             for kernel in kernels:
@@ -92,8 +95,8 @@ class Profile:
             setattr(owner, attribute, call)
 
 
-def product(matrix: DenseMatrix, x: torch.Tensor) -> tuple[float, float]:
-    return matrix.weight.nbytes, 2.0 * len(x) * matrix.weight.numel()
+def product(matrix: DenseMatrix | TiledMatrix, x: torch.Tensor) -> tuple[float, float]:
+    return matrix.nbytes, 2.0 * len(x) * math.prod(matrix.shape)
 
 
 def attention(
@@ -130,14 +133,14 @@ def shapes(llm: LLM) -> dict[tuple[int, int], str]:
 def show(name: str, requests: list[Request], llm: LLM, profile: Profile) -> None:
     params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for _, count in requests]
     runner: Any = llm.engine.runner
-    in_one_call, runner._one_token = runner._one_token, None
+    in_one_call, runner._one_call = runner._one_call, None
     profile.put_clocks(shapes(llm))
     start = time.perf_counter()
     try:
         llm.generate([prompt for prompt, _ in requests], params, use_tqdm=False)
     finally:
         profile.take_clocks_away()
-        runner._one_token = in_one_call
+        runner._one_call = in_one_call
     whole = time.perf_counter() - start
     profile.seconds["engine and the rest"] = whole - sum(profile.seconds.values())
     print(f"\n{name}: {whole:.2f} s")

@@ -32,13 +32,14 @@ def test_parts_and_the_rest_are_the_whole_and_floors_are_as_reckoned_by_hand(
     from minipaged import LLM
     from minipaged.fast import cpu, llama
     from minipaged.fast.cpu.llama import DenseMatrix
+    from minipaged.fast.cpu.product import TiledMatrix
 
-    before = DenseMatrix.__call__, llama.attend, cpu.swiglu
+    before = DenseMatrix.__call__, TiledMatrix.__call__, llama.attend, cpu.swiglu
     llm = LLM("smollm2-135m-instruct", tier="fast", num_blocks=8, enable_prefix_caching=False)
     profile = Profile(read_rate=100.0, product_rate=1e30)
     show("a small one", [([11, 12, 13, 14, 15, 16], 3)], llm, profile)
-    assert (DenseMatrix.__call__, llama.attend, cpu.swiglu) == before
-    assert llm.engine.runner._one_token is not None  # type: ignore[attr-defined]
+    assert (DenseMatrix.__call__, TiledMatrix.__call__, llama.attend, cpu.swiglu) == before
+    assert llm.engine.runner._one_call is not None  # type: ignore[attr-defined]
     config, width = llm.loaded.config, getattr(torch, llm.loaded.tier.dtype).itemsize
     for (rows, columns), name in shapes(llm).items():
         times = 1 if name == "products: head" else config.num_hidden_layers

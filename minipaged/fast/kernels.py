@@ -12,7 +12,7 @@ or overwrite other memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -204,6 +204,32 @@ class Layer:
     down: Linear  # [hidden, intermediate]
 
 
+class RunLayers(Protocol):
+    """A function that runs sequences with one query token each through all layers."""
+
+    most_tokens: int
+    """The number of sequences up to which it is faster than layer by layer."""
+
+    def __call__(
+        self,
+        residual: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        tables: Tensor,
+        rows: Tensor,
+        context_lens: Tensor,
+        scale: float,
+        eps: float,
+    ) -> Tensor:
+        """Return the output of the last layer, [seqs, hidden]. The residual [seqs, hidden] is overwritten.
+
+        cos, sin: as in `rope_and_write`. positions, slots: [seqs]. tables, rows, context_lens: as in `Paged`. scale: of
+        the scores. eps: of the norms.
+        """
+
+
 class LlamaKernels(Protocol):
     """The other kernels of a Llama. All tensors are of the model's type. Norms are rounded where transformers rounds:
     before the weight is applied, and after."""
@@ -238,16 +264,11 @@ class LlamaKernels(Protocol):
         silu(z) = z / (1 + exp(-z)). Computed in float32, rounded once.
         """
 
-    def one_token(
+    def in_one_call(
         self, layers: Sequence[Layer], views: Sequence[tuple[Tensor, Tensor]], num_heads: int
-    ) -> Callable[..., Tensor] | None:
-        """Return a function that runs a batch of one token through all layers, or None if these layers do not support
-        it or gain nothing by it. `views`: each layer's keys and values.
-
-        The function takes the residual [1, hidden], which it overwrites; cos and sin; the token's position and slot
-        [1]; `tables`, `rows` and `context_lens` as in `Paged`; the scale of scores; and the norms' epsilon. It returns
-        the output of the last layer, [1, hidden].
-        """
+    ) -> RunLayers | None:
+        """Return a function that runs sequences with one query token each through all layers, or None if these layers
+        do not support it or gain nothing by it. `views`: each layer's keys and values."""
 
 
 class SamplingKernels(Protocol):

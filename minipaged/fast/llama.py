@@ -228,7 +228,7 @@ class Llama(Runner):
         self.weights = weights if isinstance(weights, Weights) else Weights.of(config, weights, self.kernels)
         self.scale = 1 / math.sqrt(config.head_dim)  # of attention scores
         views = [kv_cache.layer(i) for i in range(len(self.weights.layers))]
-        self._one_token = self.kernels.one_token(self.weights.layers, views, config.num_attention_heads)
+        self._one_call = self.kernels.in_one_call(self.weights.layers, views, config.num_attention_heads)
         longest = config.context_length if max_model_len is None else max_model_len
         self.cos, self.sin = rotary_tables(config, longest, kv_cache.device)
         max_blocks = min(-(-longest // kv_cache.block_size), kv_cache.num_blocks)
@@ -373,9 +373,9 @@ class Llama(Runner):
             slots = kernels.slot_mapping(tokens.tables, tokens.token_rows, tokens.positions, block_size)
         assert weights.embed is not None
         residual = weights.embed(tokens.token_ids())  # [tokens, hidden]
-        if self._one_token is not None and len(residual) == 1:
+        if self._one_call and tokens.num_decoding == len(residual) <= self._one_call.most_tokens:
             where = tokens.positions, slots, tokens.tables, tokens.rows, tokens.context_lens
-            return self._leave(tokens, self._one_token(residual, self.cos, self.sin, *where, self.scale, eps), residual)
+            return self._leave(tokens, self._one_call(residual, self.cos, self.sin, *where, self.scale, eps), residual)
         x = kernels.rms_norm(residual, weights.layers[0].input_norm, eps)  # [tokens, hidden]
         for i, layer in enumerate(weights.layers):
             if i:

@@ -29,7 +29,7 @@ from minipaged.fast import cpu
 from minipaged.fast.cpu.attention import _decode
 from minipaged.fast.cpu.bfloat16 import as_array
 from minipaged.fast.cpu.kernel_cache import KernelCache
-from minipaged.fast.cpu.one_token import _run
+from minipaged.fast.cpu.one_call import _run
 from minipaged.fast.cpu.prefill import _prefill, _read_heads
 from minipaged.fast.cpu.sampling import _draw
 from minipaged.fast.cpu.vectors import number_type
@@ -92,7 +92,7 @@ def layers(dtype: torch.dtype) -> Iterator[None]:
     keys, values = torch.zeros(2, 1, 1, 4, HEAD_DIM, dtype=dtype)
     qkv_matrix, o, gate_up, down = matrices
     layer = Layer(weight[0], qkv_matrix, None, o, weight[0], gate_up, down)
-    run = cpu.one_token([layer], [(keys, values)], 1)
+    run = cpu.in_one_call([layer], [(keys, values)], 1)
     assert run is not None
     angles = torch.zeros(1, HEAD_DIM // 2)
     run(x, angles, angles, one, one, one[:, None], one, one + 1, 1.0, 1e-5)

@@ -16,8 +16,10 @@ So every matrix is kept twice, as rows and in oneDNN's layout, which trades memo
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterable, Sequence
+from itertools import starmap
 
 import numba
 import numpy as np
@@ -27,8 +29,10 @@ from torch import Tensor
 
 from minipaged.fast.cpu.attention import FASTMATH, exponential
 from minipaged.fast.cpu.bfloat16 import array_at, as_array, narrow, widen
-from minipaged.fast.cpu.kernel_cache import inner, kernel
+from minipaged.fast.cpu.kernel_cache import inner, kernel, loop
 from minipaged.fast.cpu.packed import PackedMatrix, Room
+from minipaged.fast.cpu.product import TiledMatrix, num_elements
+from minipaged.fast.cpu.vectors import number_type
 from minipaged.fast.kernels import Matrix
 from minipaged.fast.linear import quantizing
 from minipaged.models.quantized.stored import StoredMatrix
@@ -58,16 +62,27 @@ def linears(
     matrices in bfloat16: 8.0 ms, instead of 9.6 ms with a piece of memory for each matrix). Packed weights stay packed.
     """
     prepared: list[Matrix] = []
+    tiled = in_tiles(like.dtype)
+    size_of = num_elements if tiled else operator.mul
     # The system provides memory only for pages that are written.
-    room, packed_room = np.empty(sum(rows * columns for rows, columns in sizes), as_array(like).dtype), Room()
+    room, packed_room = np.empty(sum(starmap(size_of, sizes)), as_array(like).dtype), Room()
     for (rows, columns), weight, bias in zip(sizes, weights, biases, strict=True):
         if isinstance(weight, StoredMatrix):
             prepared.append(quantizing(PackedMatrix(weight, bias, like.dtype, packed_room), weight.activations))
             continue
-        part, room = room[: rows * columns].reshape(rows, columns), room[rows * columns :]
+        part, room = np.split(room, [size_of(rows, columns)])
+        if tiled:
+            prepared.append(TiledMatrix(weight, bias, part))
+            continue
+        part = part.reshape(rows, columns)
         part[:] = as_array(weight)
         prepared.append(DenseMatrix(torch.from_numpy(part).view(weight.dtype), bias))
     return prepared
+
+
+def in_tiles(dtype: torch.dtype) -> bool:
+    """Whether matrices of this type are kept in tiles here (`TiledMatrix`)."""
+    return dtype == torch.bfloat16 and isinstance(number_type(dtype), np.uint16)
 
 
 class DenseMatrix(Matrix):
@@ -77,6 +92,7 @@ class DenseMatrix(Matrix):
         """`weight`: [out, in], float32 or bfloat16."""
         self.weight = weight
         self.nbytes = weight.nbytes
+        self.shape, self.address = weight.shape, weight.data_ptr()
         self.bias = bias
         self._like = as_array(weight[:1, :1])[0, 0]
         mkldnn = torch.ops.mkldnn  # oneDNN: some builds for ARM lack it, some processors lack it for bfloat16
@@ -94,8 +110,8 @@ class DenseMatrix(Matrix):
             product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
             return product
         out = torch.empty(len(x), len(self.weight), dtype=x.dtype)
-        threads, address = numba.get_num_threads(), self.weight.data_ptr()
-        multiply(x.data_ptr(), len(x), address, *self.weight.shape, self._like, threads, out.data_ptr())
+        threads = numba.get_num_threads()
+        multiply(x.data_ptr(), len(x), self.address, *self.shape, self._like, threads, out.data_ptr())
         return out if self.bias is None else out.add_(self.bias)
 
 
@@ -139,7 +155,7 @@ def multiply(x_address, tokens, weight_address, rows, size, like, num_threads, o
                 out[t * rows + row] = narrow(total, like)
 
 
-@inner(fastmath=FASTMATH, error_model="numpy")
+@loop(fastmath=FASTMATH, error_model="numpy")  # so that it adds in the same order wherever it is called
 def normalize(x, weight, eps, out):
     """Normalize one row x [hidden]. Rounds where transformers does: before the weight is applied, and after."""
     total = np.float32(0)
@@ -189,7 +205,7 @@ def _swiglu(gate_up, out):
             activate(gate_up[token, :size], gate_up[token, size:], out[token])
 
 
-@inner(fastmath=FASTMATH, error_model="numpy")
+@loop(fastmath=FASTMATH, error_model="numpy")  # like `normalize`
 def activate(gate, up, out):
     for i in range(len(out)):
         z = widen(gate[i])

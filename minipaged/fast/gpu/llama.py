@@ -18,7 +18,7 @@ addition (`enable_fp_fusion`), which costs nothing in kernels bound by memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minipaged.fast.gpu.packed import packed
-from minipaged.fast.kernels import Layer, Matrix
+from minipaged.fast.kernels import Layer, Matrix, RunLayers
 from minipaged.fast.linear import expanded, quantizing
 from minipaged.models.quantized.stored import StoredMatrix
 
@@ -126,9 +126,7 @@ def computing(*, throughout: bool = True) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def one_token(
-    layers: Sequence[Layer], views: Sequence[tuple[Tensor, Tensor]], num_heads: int
-) -> Callable[..., Tensor] | None:
+def in_one_call(layers: Sequence[Layer], views: Sequence[tuple[Tensor, Tensor]], num_heads: int) -> RunLayers | None:
     """Returns None: a CUDA graph already launches all kernels of a step in one call."""
     return None
 

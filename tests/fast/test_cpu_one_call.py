@@ -1,7 +1,9 @@
-"""One token through all layers in one call: to the last bit what it is layer by layer, and only where that is so."""
+"""Sequences that decode through all layers in one call: to the last bit what they are layer by layer, and only where
+that is so."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from minipaged.contracts import BatchRow
 from minipaged.fast import preemption
+from minipaged.fast.cpu.llama import in_tiles
 from minipaged.fast.kv_cache import KVCache
 from minipaged.fast.llama import Llama
 from minipaged.models.config import ModelConfig, weight_shapes
@@ -55,8 +58,8 @@ def test_logits_and_what_is_cached_are_the_loops(dtype: torch.dtype, model_type:
     before = [torch.stack(llama.kv_cache.layer(i)) for i in range(3)]
     found = [llama.forward([row]) for row in rows]
     after = [torch.stack(llama.kv_cache.layer(i)) for i in range(3)]
-    assert llama._one_token is not None
-    llama._one_token = None
+    assert llama._one_call is not None
+    llama._one_call = None
     for i in range(3):
         for kept, was in zip(llama.kv_cache.layer(i), before[i], strict=True):
             kept.copy_(was)
@@ -65,6 +68,30 @@ def test_logits_and_what_is_cached_are_the_loops(dtype: torch.dtype, model_type:
     assert all(torch.equal(torch.stack(llama.kv_cache.layer(i)), after[i]) for i in range(3))
 
 
+@pytest.mark.parametrize("num_seqs", [2, 7, 20])
+def test_a_batch_in_one_call_gives_the_bits_of_the_loop_and_of_each_sequence_alone(num_seqs: int) -> None:
+    llama = make("qwen3", torch.bfloat16)
+    contexts = [1 + 3 * i % 8 for i in range(num_seqs)]
+    rows = [BatchRow([i], context - 1, [2 * i, 2 * i + 1], wants_logits=True) for i, context in enumerate(contexts)]
+    for row in rows:
+        if row.first_position:
+            llama.forward([BatchRow([row.token_ids[0] + 1] * row.first_position, 0, row.blocks, wants_logits=False)])
+    in_one_call = llama._one_call
+    assert in_one_call is not None
+    assert in_one_call.most_tokens == (sys.maxsize if in_tiles(torch.bfloat16) else 1)
+    together = llama.forward(rows)
+    if in_one_call.most_tokens > 1:  # the products of a library may depend on the batch
+        assert torch.equal(together, torch.cat([llama.forward([row]) for row in rows]))
+    llama._one_call = None
+    assert torch.equal(llama.forward(rows), together)
+
+
+def test_in_float32_a_library_multiplies_where_there_are_several() -> None:
+    in_one_call = make("llama", torch.float32)._one_call
+    assert in_one_call is not None
+    assert in_one_call.most_tokens == 1
+
+
 def test_what_cannot_be_run_so_is_run_layer_by_layer() -> None:
-    assert make("qwen2", torch.float32)._one_token is None  # its projections have a bias
-    assert make("llama", torch.float32, "int8")._one_token is None
+    assert make("qwen2", torch.float32)._one_call is None  # its projections have a bias
+    assert make("llama", torch.float32, "int8")._one_call is None

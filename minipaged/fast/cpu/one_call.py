@@ -1,0 +1,152 @@
+"""All layers of a Llama in one compiled call, on a CPU, for sequences that decode.
+
+A step of a few sequences waits for the weights to be read: four matrices per layer, each in 0.02 to 0.1 ms. The nine
+calls from Python per layer together cost as much as reading a whole matrix: they make arrays of tensors and look up
+types, and threads go to sleep meanwhile. So the loop over the layers is compiled too. It calls the same functions as
+Python does elsewhere, in the same order, and its results are equal to the last bit.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, call-arg, attr-defined"
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numba.extending import overload
+from torch import Tensor
+
+from minipaged.fast.cpu.attention import AS_IT_IS, KINDS, KernelPool, _decode, pairs_or_floats
+from minipaged.fast.cpu.bfloat16 import array_at, as_array
+from minipaged.fast.cpu.kernel_cache import inner, kernel
+from minipaged.fast.cpu.kv_cache import _rope_and_write
+from minipaged.fast.cpu.llama import DenseMatrix, _add_rms_norm, _rms_norm, _swiglu, in_tiles, multiply
+from minipaged.fast.cpu.product import TiledMatrix, multiply_tiles
+from minipaged.fast.cpu.threads import num_pieces
+from minipaged.fast.kernels import Layer, RunLayers
+
+
+class OneCall(RunLayers):
+    """See `minipaged.fast.kernels`, `in_one_call`."""
+
+    def __init__(self, layers: Sequence[Layer], views: Sequence[tuple[Tensor, Tensor]], num_heads: int) -> None:
+        """`layers`: layers whose matrices are all `DenseMatrix`, or all `TiledMatrix`. `views`: each layer's keys and
+        values."""
+        self._layers = layers  # kept alive: the kernel reads their memory by address
+        self._pool = KernelPool.of(*views[0], None)
+        self._sizes = num_heads, layers[0].down.shape[1]
+        self._addresses = np.array([_addresses(*each) for each in zip(layers, views, strict=True)])  # [layers, 9] int64
+        # More of them multiply by oneDNN if the matrices are not in tiles.
+        self.most_tokens = sys.maxsize if isinstance(layers[0].down, TiledMatrix) else 1
+
+    def __call__(
+        self,
+        residual: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        tables: Tensor,
+        rows: Tensor,
+        context_lens: Tensor,
+        scale: float,
+        eps: float,
+    ) -> Tensor:
+        x = torch.empty_like(residual)
+        _run(
+            self._addresses,
+            self._sizes,
+            as_array(residual),
+            (cos.numpy(), sin.numpy()),
+            (positions.numpy(), slots.numpy()),
+            self._pool,
+            (tables.numpy(), rows.numpy(), context_lens.numpy()),
+            np.float32(scale),
+            eps,
+            (numba.get_num_threads(), num_pieces()),
+            pairs_or_floats(residual.dtype, cos.shape[1] * 2),
+            as_array(x),
+        )
+        return x
+
+
+def in_one_call(layers: Sequence[Layer], views: Sequence[tuple[Tensor, Tensor]], num_heads: int) -> RunLayers | None:
+    """See `minipaged.fast.kernels`."""
+    matrices = [matrix for each in layers for matrix in (each.qkv, each.o, each.gate_up, each.down)]
+    plain = len({type(matrix) for matrix in matrices}) == 1 and all(
+        isinstance(matrix, DenseMatrix | TiledMatrix) and matrix.bias is None for matrix in matrices
+    )
+    return OneCall(layers, views, num_heads) if plain and KINDS[views[0][0].dtype] == AS_IT_IS else None
+
+
+def _addresses(layer: Any, view: tuple[Tensor, Tensor]) -> list[int]:
+    """Return the addresses of a layer's weights, keys and values; 0 for norms of queries and keys that it lacks."""
+    matrices = (layer.qkv.address, layer.o.address, layer.gate_up.address, layer.down.address)
+    norms = layer.input_norm.data_ptr(), layer.post_norm.data_ptr()
+    between = 0 if layer.qk_norm is None else layer.qk_norm.data_ptr()
+    return [*norms, *matrices, *(each.data_ptr() for each in view), between]
+
+
+@kernel()
+def _run(layers, sizes, residual, angles, places, pool, where, scale, eps, numbers, number, x):
+    """Overwrite residual [tokens, hidden], write the last layer's output to x [tokens, hidden]. angles: cos, sin
+    [positions, head_dim / 2]. places: positions and slots, [tokens] each. numbers: of threads, and of the pieces of
+    attention."""
+    cos, sin = angles
+    positions, slots = places
+    num_threads, pieces = numbers
+    heads, intermediate = sizes
+    (tokens, hidden), head_dim, kv_heads, like = residual.shape, 2 * cos.shape[1], pool.kv_heads, residual[0, 0]
+    q_size, qkv_size = heads * head_dim, (heads + 2 * kv_heads) * head_dim
+    normed, qkv = np.empty_like(residual), np.empty((tokens, qkv_size), residual.dtype)
+    query = np.empty((tokens, heads, head_dim), residual.dtype)
+    attended = np.empty_like(query)
+    gate_up = np.empty((tokens, 2 * intermediate), residual.dtype)
+    activated = np.empty((tokens, intermediate), residual.dtype)
+    epsilon = np.float32(eps)
+    none = np.int64(0)  # numba gives each literal a type of its own, and would compile all callees once more
+    for i in range(len(layers)):
+        input_norm, post_norm = array_at(layers[i, 0], hidden, like), array_at(layers[i, 1], hidden, like)
+        qkv_weight, o_weight, gate_up_weight, down_weight = layers[i, 2], layers[i, 3], layers[i, 4], layers[i, 5]
+        keys, values = layers[i, 6], layers[i, 7]
+        if i:
+            _add_rms_norm(x, residual, input_norm, epsilon, normed)
+        else:
+            _rms_norm(residual, input_norm, epsilon, normed)
+        _multiply(_at(normed), tokens, qkv_weight, qkv_size, hidden, like, num_threads, _at(qkv))
+        to = keys, values, none, pool.block_stride, kv_heads, pool.block_size, None, none, layers[i, 8], eps
+        _rope_and_write(qkv, cos, sin, positions, slots, *to, query)
+        here = KernelPool(keys, values, 0, pool.block_stride, pool.head_stride, kv_heads, pool.block_size, pool.kind)
+        _decode(query, here, where, scale, pieces, number, attended)
+        _multiply(_at(attended), tokens, o_weight, hidden, q_size, like, num_threads, _at(x))
+        _add_rms_norm(x, residual, post_norm, epsilon, normed)
+        _multiply(_at(normed), tokens, gate_up_weight, 2 * intermediate, hidden, like, num_threads, _at(gate_up))
+        _swiglu(gate_up, activated)
+        _multiply(_at(activated), tokens, down_weight, hidden, intermediate, like, num_threads, _at(x))
+
+
+def _multiply(x: Any, tokens: Any, weight: Any, rows: Any, inputs: Any, like: Any, num_threads: Any, out: Any) -> None:
+    """Multiply x [tokens, inputs] by a matrix [rows, inputs] to out [tokens, rows], given by their addresses. Only for
+    compiled code: numba selects the product by the type of `like`."""
+    raise NotImplementedError("for compiled code")
+
+
+@overload(_multiply)
+def _multiply_as(x, tokens, weight, rows, inputs, like, num_threads, out):
+    if in_tiles(torch.bfloat16 if like.bitwidth == 16 else torch.float32):
+        return lambda x, tokens, weight, rows, inputs, like, num_threads, out: multiply_tiles(
+            x, tokens, weight, rows, inputs, num_threads, out
+        )
+    return lambda x, tokens, weight, rows, inputs, like, num_threads, out: multiply(
+        x, tokens, weight, rows, inputs, like, num_threads, out
+    )
+
+
+@inner(inline="always")
+def _at(array):
+    """Return an array's address as int64, its type in calls from Python too, so that their compiled code is reused."""
+    return np.int64(array.ctypes.data)

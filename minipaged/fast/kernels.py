@@ -275,6 +275,10 @@ class SamplingKernels(Protocol):
     """The parts of sampling that read whole rows of logits [rows, vocab]. Logits are float32 or float64; on a GPU also
     float16 or bfloat16. Rows may be strided."""
 
+    def largest(self, values: Tensor, count: int) -> Tensor:
+        """Return the indices [rows, count] int64 of the `count` largest of each row of `values` [rows, n], the largest
+        first; on ties, the lowest index. `count`: 1 to n. For a row that holds NaN, any indices."""
+
     def argmax_logsumexp(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return for each row of logits the likeliest token, its logit (the peak), and log(sum(exp(logit - peak))).
 

@@ -462,21 +462,11 @@ class Counters:
 
 def largest(values: Tensor, count: int) -> Tensor:
     """Return the indices [rows, count] of the `count` largest values of each row of `values` (all n if there are
-    fewer).
-
-    The largest comes first; on ties, the lowest index. `topk` guarantees no order among equal values, so it is called
-    twice: first for the last value that qualifies, then on ranks without ties.
-    """
-    n = values.shape[1]
-    count = min(count, n)
+    fewer). The largest comes first; on ties, the lowest index."""
+    count = min(count, values.shape[1])
     if count == 0 or len(values) == 0:
         return torch.empty((len(values), count), dtype=torch.int64, device=values.device)
-    last = values.topk(count).values[:, -1:]  # [rows, 1]
-    backwards = torch.arange(n, 0, -1, device=values.device)  # [n], the first index has the highest number
-    rank = (values >= last) * backwards + (values > last) * n  # [rows, n]
-    chosen = rank.topk(count).indices  # [rows, count]: those above the last by index, then its equals by index
-    order = values.gather(1, chosen).sort(dim=1, descending=True, stable=True).indices  # [rows, count]
-    return chosen.gather(1, order)
+    return kernels_for(values.device).largest(values, count)
 
 
 # --- To the device and back -------------------------------------------------------------------------

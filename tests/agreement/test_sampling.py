@@ -275,6 +275,21 @@ def test_the_largest_are_the_same_and_in_the_same_order(kernel_set: KernelSet, v
     assert found.tolist() == [reference.largest(row, count).tolist() for row in values]
 
 
+@pytest.mark.parametrize("count", [1, 3, 32, 33, 700])
+@pytest.mark.parametrize("order", ["random", "rising", "falling", "few values", "ruled out"])
+def test_the_largest_of_a_whole_vocabulary_are_the_same(kernel_set: KernelSet, count: int, order: str) -> None:
+    values = np.random.default_rng(0).standard_normal((2, 700))
+    if order in ("rising", "falling"):
+        values = np.sort(values)[:, :: 1 if order == "rising" else -1]
+    elif order == "few values":
+        values = values.round()
+    elif order == "ruled out":
+        values[0, 2:], values[1] = -np.inf, -np.inf
+    for table in (values.astype(np.float32), np.ascontiguousarray(values)):
+        found = fast.largest(torch.from_numpy(table).to(kernel_set.device), count)
+        assert found.tolist() == [reference.largest(row, count).tolist() for row in table]
+
+
 @settings(with_fixtures, max_examples=examples(60, least=15))  # of 64 draws each
 @given(
     hnp.arrays(np.float32, st.integers(1, 6), elements=st.integers(-1, 1).map(float)),

@@ -6,7 +6,7 @@ from minipaged.fast.cpu.kv_cache import copy_blocks, poison_blocks, rope_and_wri
 from minipaged.fast.cpu.llama import add_rms_norm, linears, rms_norm, swiglu
 from minipaged.fast.cpu.one_call import in_one_call
 from minipaged.fast.cpu.prefill import paged_prefill
-from minipaged.fast.cpu.sampling import argmax_logsumexp, draw, uniform
+from minipaged.fast.cpu.sampling import argmax_logsumexp, draw, largest, uniform
 from minipaged.fast.cpu.threads import computing
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "edit_tables",
     "fork_tables",
     "in_one_call",
+    "largest",
     "linears",
     "paged_decode",
     "paged_prefill",

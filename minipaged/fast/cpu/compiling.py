@@ -65,6 +65,8 @@ def sampling(dtype: torch.dtype) -> Iterator[None]:
     logits = torch.zeros(1, 4, dtype=dtype)
     cpu.argmax_logsumexp(logits)
     yield
+    cpu.largest(logits, 1)
+    yield
     cpu.uniform(*np.zeros((3, 1), np.uint64))
     yield
     cpu.draw(logits, whole, real, real + 1, real, whole, real, whole, real, depth=0)
@@ -118,7 +120,7 @@ PARTS = {
     if HAS_VECTORS
     else CompileJob(prompts, _read_heads, slice(None), 1),
     "decoding": CompileJob(decoding, _decode, slice(1), 1),
-    "sampling": CompileJob(sampling, _draw, slice(1), 3),
+    "sampling": CompileJob(sampling, _draw, slice(1), 4),
     "layers": CompileJob(layers, _run, slice(2, 3), 6),
 }
 SHARES = (("prompts", "sampling"), ("decoding", "layers"))

@@ -53,6 +53,13 @@ DRAWERS = 26 << 7
 """The number of drawers, from a distance of 2**-10 to 2**16. Larger distances go into the last."""
 
 
+CHUNK = 256
+"""The number of logits among which `largest` looks at once for one that is large enough."""
+MOST_INSERTED = 32
+"""The largest `count` for which `largest` inserts one number after another: 20 of 49,152 random logits in 16 rows take
+0.2 ms, and 18 ms if they rise from the first to the last. torch takes 8 to 9 ms."""
+
+
 def argmax_logsumexp(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See `minipaged.fast.kernels`."""
     table: NDArray[Any] = logits.contiguous().numpy()
@@ -62,6 +69,27 @@ def argmax_logsumexp(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     peaks, log_totals = np.empty(len(table)), np.empty(len(table))
     _argmax_logsumexp(table, bits, magnitude, token_ids, peaks, log_totals)
     return torch.from_numpy(token_ids), torch.from_numpy(peaks), torch.from_numpy(log_totals)
+
+
+def largest(values: Tensor, count: int) -> Tensor:
+    """See `minipaged.fast.kernels`."""
+    if count > MOST_INSERTED:
+        return largest_by_library(values, count)
+    found = np.empty((len(values), count), np.int64)
+    _largest(values.contiguous().numpy(), found)
+    return torch.from_numpy(found)
+
+
+def largest_by_library(values: Tensor, count: int) -> Tensor:
+    """What `largest` returns, on any device. `topk` guarantees no order among equal values, so it is called twice:
+    first for the last value that qualifies, then on ranks without ties."""
+    n = values.shape[1]
+    last = values.topk(count).values[:, -1:]  # [rows, 1]
+    backwards = torch.arange(n, 0, -1, device=values.device)  # [n], the first index has the highest number
+    rank = (values >= last) * backwards + (values > last) * n  # [rows, n]
+    chosen = rank.topk(count).indices  # [rows, count]: those above the last by index, then its equals by index
+    order = values.gather(1, chosen).sort(dim=1, descending=True, stable=True).indices  # [rows, count]
+    return chosen.gather(1, order)
 
 
 def draw(
@@ -151,6 +179,36 @@ def _argmax_logsumexp(logits, bits, magnitude, token_ids, peaks, log_totals):
         peaks[row] = peak
         total = _total_single(logits[row], peak) if bits.itemsize == 4 else _total(logits[row], peak)
         log_totals[row] = math.log(total)
+
+
+@kernel(parallel=True)
+def _largest(values, found):
+    for row in prange(len(values)):
+        _insert_largest(values[row], found[row])
+
+
+@inner()
+def _insert_largest(row, found):
+    """Write the indices of the largest numbers to `found`, which is kept in order. Most chunks hold none of them, which
+    a loop over the chunk finds out with vector instructions."""
+    count, held = len(found), 0
+    for begin in range(0, len(row), CHUNK):
+        chunk = row[begin : begin + CHUNK]
+        if held == count:
+            has_more, least = False, row[found[count - 1]]
+            for i in range(len(chunk)):
+                has_more |= chunk[i] > least
+            if not has_more:
+                continue
+        for i in range(len(chunk)):
+            if held == count and not chunk[i] > row[found[count - 1]]:
+                continue
+            place = min(held, count - 1)
+            while place and chunk[i] > row[found[place - 1]]:
+                found[place] = found[place - 1]
+                place -= 1
+            found[place] = begin + i
+            held = min(held + 1, count)
 
 
 @inner()

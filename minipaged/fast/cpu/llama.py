@@ -1,7 +1,9 @@
 """The parts of a Llama around its attention, on a CPU: matrix products, and fused compiled loops between them.
 
-A matrix product is bound by reading the weights for one token, and by arithmetic for many. No single routine is good at
-both (all matrices of SmolLM2-135M once, AMD EPYC with 2 cores, bfloat16 / float32):
+Matrices of bfloat16 are in tiles, where the processor has instructions for them (`product.py`). The rest of this text
+is about float32 and other processors. A matrix product is bound by reading the weights for one token, and by arithmetic
+for many, and no routine of a library is good at both (all matrices of SmolLM2-135M once, AMD EPYC with 2 cores,
+bfloat16 / float32):
 
 | | 1 token | 32 tokens |
 |---|---|---|
@@ -9,7 +11,7 @@ both (all matrices of SmolLM2-135M once, AMD EPYC with 2 cores, bfloat16 / float
 | oneDNN on a matrix in its own layout | 10.9 / 22.6 ms | 27 / 49 ms |
 | a compiled loop over the rows, all cores | 6.3 / 13.8 ms | |
 
-So every matrix is kept twice, as rows and in oneDNN's layout, which trades memory for speed.
+So these matrices are kept twice, as rows and in oneDNN's layout, which trades memory for speed.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, call-arg, attr-defined"

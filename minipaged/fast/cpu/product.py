@@ -17,7 +17,7 @@ The four matrices of all 30 layers of SmolLM2-135M once, in milliseconds, on 2 c
 | this | 9.2 | 8.8 | 8.3 | 9.6 | 11.9 | 16.2 | 19.7 | 32.1 | 265 |
 | oneDNN on its own layout | 17.0 | 14.1 | 12.5 | 13.9 | 15.5 | 19.6 | 23.8 | 34.9 | 268 |
 
-(14 tokens a block are faster than 12 by a fifth at 32 tokens.)
+docs/tuning.md ("Matrices in tiles") has what was tried.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, call-arg, attr-defined"

@@ -298,15 +298,16 @@ class Llama(Runner):
         at_once = max(1, PIECE // self.config.vocab_size)
         told: dict[int, Sequence[Sampled]] = {}
         first = 0  # the index in `rows` of the current prompt's first token
-        for asked in inputs:
-            parts = []
-            for i in range(0, len(asked.token_ids), at_once):
-                token_ids = asked.token_ids[i : i + at_once]
-                places = rows[first + i : first + i + len(token_ids)]
-                logits = self._logits(x[places], residual[places])  # [piece, vocab]
-                parts.append(gather_logprobs(logits, token_ids, asked.num_logprobs))
-            first += len(asked.token_ids)
-            told[asked.sequence] = joined(parts)
+        with self.kernels.computing(throughout=False):
+            for asked in inputs:
+                parts = []
+                for i in range(0, len(asked.token_ids), at_once):
+                    token_ids = asked.token_ids[i : i + at_once]
+                    places = rows[first + i : first + i + len(token_ids)]
+                    logits = self._logits(x[places], residual[places])  # [piece, vocab]
+                    parts.append(gather_logprobs(logits, token_ids, asked.num_logprobs))
+                first += len(asked.token_ids)
+                told[asked.sequence] = joined(parts)
         return told
 
     def _forward(self) -> Tensor:

@@ -76,7 +76,7 @@ class FastTier(DeviceTier):
         if self.device == "cuda":
             return f"fast tier on {torch.cuda.get_device_name()}: Triton kernels, CUDA graphs, {self.dtype}"
         threads = torch.get_num_threads()
-        return f"fast tier on cpu ({threads} threads): numba kernels, oneDNN matrix products, {self.dtype}"
+        return f"fast tier on cpu ({threads} threads): numba kernels, {self.dtype}"
 
     def for_model(self, config: ModelConfig, device: str, dtype: str) -> FastTier:
         problem = self._shape_problem(config) if self.device == "cuda" else None

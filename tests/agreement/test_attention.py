@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -125,18 +126,14 @@ def test_large_heads_agree(kernel_set: KernelSet, head_dim: int) -> None:
     check(make_batch(kernel_set, torch.float32, [(70, 1), (33, 20)], block_size=16, head_dim=head_dim))
 
 
-def test_the_threads_of_a_cpu_share_out_any_lengths() -> None:
-    """A long context is cut between threads, a batch of short ones is not; with any number of threads."""
-    import numba
+def test_any_lengths_are_divided_on_a_cpu() -> None:
+    """A long context is cut, a batch of short ones is not; with any number of pieces."""
+    from minipaged.fast.cpu import attention
 
-    before = numba.get_num_threads()
-    try:
-        for threads in range(1, numba.config.NUMBA_NUM_THREADS + 1):
-            numba.set_num_threads(threads)
+    for pieces in (1, 2, 3, 8):
+        with patch.object(attention, "num_pieces", lambda pieces=pieces: pieces):
             for contexts in ([3000], [1], [1, 2000, 5], [64] * 7, [1000, 1000, 1000]):
                 check(make_batch(CPU, torch.float32, [(c, 1) for c in contexts], block_size=16, kv_heads=1))
-    finally:
-        numba.set_num_threads(before)
 
 
 def test_one_sequences_nan_stays_its_own() -> None:

@@ -87,7 +87,8 @@ def report() -> Report:
 @pytest.fixture(scope="module")
 def report_of(request: pytest.FixtureRequest) -> Callable[[dict[str, Any]], Report]:
     """For each of the thorough cases that tests of this run ask for."""
-    asked = [item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")]
+    ours = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    asked = [item.callspec.params.get("case") for item in ours]
     cases = [case for case in THOROUGH if case in [*asked, *BROKEN]]
     reports = rehearse("rehearsed-compiling-thoroughly", cases)
     assert len(reports) == len(cases)

@@ -182,10 +182,11 @@ def test_a_chunk_gives_what_the_whole_prompt_gives(way: str) -> None:
     try:
         for threads in range(1, numba.config.NUMBA_NUM_THREADS + 1):
             numba.set_num_threads(threads)
-            for first, last in [(0, 300), (0, 2), (2, 67), (67, 128), (128, 300)]:
-                seen = paged._replace(context_lens=torch.tensor([last]).int())
-                part = attended(way, (query[first:last], seen, torch.tensor([0, last - first]).int(), scale))
-                assert part.equal(whole[first:last])
+            with patch.object(prefill, "num_pieces", lambda threads=threads: threads):
+                for first, last in [(0, 300), (0, 2), (2, 67), (67, 128), (128, 300)]:
+                    seen = paged._replace(context_lens=torch.tensor([last]).int())
+                    part = attended(way, (query[first:last], seen, torch.tensor([0, last - first]).int(), scale))
+                    assert part.equal(whole[first:last])
     finally:
         numba.set_num_threads(before)
 

@@ -15,10 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minipaged.fast.cpu import llama, product, threads
+from minipaged.fast.cpu import llama, product
 from minipaged.fast.cpu.llama import DenseMatrix, linears
 from minipaged.fast.cpu.product import BLOCKS, GROUP, ROWS, TiledMatrix, num_elements
-from minipaged.fast.cpu.threads import Threads, computing
 
 needs_pairs = pytest.mark.skipif(not llama.in_tiles(torch.bfloat16), reason="this processor has no AVX512_BF16")
 
@@ -51,6 +50,8 @@ def test_products_are_exact_within_rounding(rows: int, inputs: int, tokens: int,
     matrix = tiled(weight, bias)
     assert_close(matrix(x), x, weight, bias)
     assert torch.equal(matrix.rows(torch.arange(rows)), weight)
+    strided = torch.stack([x, x], dim=2)[:, :, 0]
+    assert torch.equal(matrix(strided), matrix(x))
     ids = torch.tensor([rows - 1, 0, rows // 2], dtype=torch.int32)
     assert torch.equal(matrix.rows(ids), weight[ids])
 
@@ -92,11 +93,3 @@ def test_other_types_and_other_processors_multiply_by_a_library() -> None:
     with patch.object(llama, "number_type", lambda _: np.float32(0)):  # AVX512 alone
         [matrix] = linears([(8, 6)], [weights[0].bfloat16()], [None], weights[0].bfloat16())
     assert type(matrix) is DenseMatrix
-
-
-@needs_pairs
-def test_fewer_threads_than_pieces_compute_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, x = bfloats(0, 100, 70), bfloats(1, 60, 70)
-    monkeypatch.setattr(threads, "_threads", Threads(1))
-    with computing():
-        assert_close(tiled(weight)(x), x, weight)

@@ -38,7 +38,7 @@ other.join()
 
 
 @thorough
-@pytest.mark.parametrize("threads", range(1, min(2, os.cpu_count() or 1) + 1))
+@pytest.mark.parametrize("threads", range(1, min(2, usable_cores()) + 1))
 def test_omp_num_threads_holds_for_torch_and_for_numba_in_any_thread(tiny_model: Path, threads: int) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     command = [sys.executable, "-c", REPORT, str(tiny_model)]
@@ -71,14 +71,14 @@ class Machine:
         return counts
 
 
-@pytest.mark.parametrize(("num_threads", "free"), [(1, 0.5), (2, 2.0), (2, 1.8), (8, 7.8), (64, 64)])
+@pytest.mark.parametrize(("num_threads", "free"), [(1, 0.5), (2, 2.0), (2, 1.8), (8, 6.6), (64, 50)])
 def test_all_threads_compute_where_nobody_takes_much_of_a_core(num_threads: int, free: float) -> None:
     assert {*Machine(num_threads, free).run(60)} == {num_threads}
 
 
 @pytest.mark.parametrize(
     ("num_threads", "free", "fewer"),
-    [(2, 1.5, 1), (2, 1.0, 1), (2, 0.7, 1), (8, 7.5, 7), (8, 2.0, 2), (4, 3.0, 3)],
+    [(2, 1.5, 1), (2, 1.0, 1), (2, 0.7, 1), (8, 4.0, 4), (8, 2.0, 2), (4, 3.0, 3)],
 )
 def test_a_thread_that_gets_no_core_is_left_out_and_tried_now_and_then(
     num_threads: int, free: float, fewer: int
@@ -94,8 +94,8 @@ def test_all_threads_compute_again_when_the_cores_are_free() -> None:
     machine.run(60)
     machine.free = 8.0
     assert {*machine.run(LONGEST_WAIT + 1)[-5:]} == {8}
-    machine.free = 7.0
-    assert machine.run(1)[2] == 7, "one that is taken later is noticed at once"
+    machine.free = 5.0
+    assert machine.run(1)[2] == 5, "what is taken later is noticed at once"
     machine.free = 8.0
     assert {*machine.run(1)[-2:]} == {8}, "and one that was taken for a moment is soon tried"
 

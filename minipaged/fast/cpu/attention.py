@@ -3,9 +3,9 @@
 Decoding reads every key and value once and computes little with each, so it is bound by memory. Therefore
 
 - the query heads that share a key/value head process a block together, while it is in the nearest cache;
-- the tiles of a batch, whatever the lengths of its sequences, are divided equally among the threads, each of which gets
-  one stretch. A stretch may begin or end within a sequence; the parts of that sequence's online softmax are merged at
-  the end, as the GPU kernel merges its splits.
+- the tiles of a batch, whatever the lengths of its sequences, are divided into equal stretches, as many as there are
+  threads on a quiet machine. A stretch may begin or end within a sequence; the parts of that sequence's online softmax
+  are merged at the end, as the GPU kernel merges its splits.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, call-arg"
@@ -161,7 +161,7 @@ def _decode(query, pool, where, scale, num_pieces, number, out):
         for g in range(heads if context_lens[s] == 0 else 0):
             for d in range(head_dim):
                 out[s, g, d] = narrow(np.float32(0), out[0, 0, 0])
-    # A piece may begin and end within a pair (sequence, key/value head). Those two stay unfinished.
+    # A piece may begin and end within a pair (sequence, key/value head). These two pairs stay unfinished.
     part_of = np.empty((num_pieces, 2), np.int64)
     part_m_l = np.empty((num_pieces, 2, group, 2), np.float32)
     part_o = np.empty((num_pieces, 2, group, head_dim), np.float32)

@@ -74,8 +74,8 @@ def sampling(dtype: torch.dtype) -> Iterator[None]:
 
 
 def layers(dtype: torch.dtype) -> Iterator[None]:
-    """Compile the kernels around attention (norms, activation, rotation, matrix products), then the one that runs one
-    token through all layers. That one links the attention kernel that `decoding` has compiled."""
+    """Compile the kernels around attention (norms, activation, rotation, matrix products), then the one that runs
+    sequences that decode through all layers. That one links the attention kernel that `decoding` has compiled."""
     one, angles = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 4)
     x, weight, qkv = (torch.zeros(1, size, dtype=dtype) for size in (8, 8, 32))
     keys, values = torch.zeros(2, 1, 1, 4, 8, dtype=dtype)

@@ -24,7 +24,7 @@ from minipaged.fast.cpu.attention import AS_IT_IS, KINDS, KernelPool, _decode, p
 from minipaged.fast.cpu.bfloat16 import array_at, as_array
 from minipaged.fast.cpu.kernel_cache import inner, kernel
 from minipaged.fast.cpu.kv_cache import _rope_and_write
-from minipaged.fast.cpu.llama import DenseMatrix, _add_rms_norm, _rms_norm, _swiglu, in_tiles, multiply
+from minipaged.fast.cpu.llama import FEW, DenseMatrix, _add_rms_norm, _rms_norm, _swiglu, in_tiles, multiply
 from minipaged.fast.cpu.product import TiledMatrix, multiply_tiles
 from minipaged.fast.cpu.threads import num_pieces
 from minipaged.fast.kernels import Layer, RunLayers
@@ -40,8 +40,7 @@ class OneCall(RunLayers):
         self._pool = KernelPool.of(*views[0], None)
         self._sizes = num_heads, layers[0].down.shape[1]
         self._addresses = np.array([_addresses(*each) for each in zip(layers, views, strict=True)])  # [layers, 9] int64
-        # More of them multiply by oneDNN if the matrices are not in tiles.
-        self.most_tokens = sys.maxsize if isinstance(layers[0].down, TiledMatrix) else 1
+        self.most_tokens = sys.maxsize if isinstance(layers[0].down, TiledMatrix) else FEW
 
     def __call__(
         self,
@@ -77,9 +76,8 @@ class OneCall(RunLayers):
 def in_one_call(layers: Sequence[Layer], views: Sequence[tuple[Tensor, Tensor]], num_heads: int) -> RunLayers | None:
     """See `minipaged.fast.kernels`."""
     matrices = [matrix for each in layers for matrix in (each.qkv, each.o, each.gate_up, each.down)]
-    plain = len({type(matrix) for matrix in matrices}) == 1 and all(
-        isinstance(matrix, DenseMatrix | TiledMatrix) and matrix.bias is None for matrix in matrices
-    )
+    kind = TiledMatrix if in_tiles(views[0][0].dtype) else DenseMatrix  # as `_multiply` expects
+    plain = all(isinstance(matrix, kind) and matrix.bias is None for matrix in matrices)
     return OneCall(layers, views, num_heads) if plain and KINDS[views[0][0].dtype] == AS_IT_IS else None
 
 

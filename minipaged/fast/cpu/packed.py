@@ -24,9 +24,10 @@ that made the matrix (`StoredMatrix.rounding`), except in `rows`.
 The codes and factors of a group are stored together, and groups follow each other, so that memory is read in one
 stream. (With a tile's scales stored after all of its codes, one thread read 8 GB/s instead of 20.)
 
-Speed relative to the same matrices in bfloat16 (`llama.DenseMatrix`): all matrices of SmolLM2-135M once, as its Q4_1
-file has them (groups of 32; the head in 8 bits, left out at 512 tokens). AMD EPYC (Zen 4), one thread, its own CPU
-time, the best of several turns, while other work was running (`benchmarks/packed.py` measures with all threads):
+Speed relative to the same matrices in bfloat16 (`llama.DenseMatrix`, which was used for bfloat16 then): all matrices of
+SmolLM2-135M once, as its Q4_1 file has them (groups of 32; the head in 8 bits, left out at 512 tokens). AMD EPYC (Zen
+4), one thread, its own CPU time, the best of several turns, while other work was running (`benchmarks/packed.py`
+measures with all threads):
 
 | | 1 token | 2 | 4 | 8 | 32 | 512 |
 |---|---|---|---|---|---|---|

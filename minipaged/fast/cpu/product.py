@@ -71,7 +71,7 @@ class TiledMatrix(Matrix):
         return self._tiles[ids // ROWS, :, ids % ROWS].flatten(1)[:, : self.shape[1]].contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = torch.empty(len(x), self.shape[0], dtype=x.dtype)
+        x, out = x.contiguous(), torch.empty(len(x), self.shape[0], dtype=x.dtype)
         multiply_tiles(x.data_ptr(), len(x), self.address, *self.shape, numba.get_num_threads(), out.data_ptr())
         return out if self.bias is None else out.add_(self.bias)
 

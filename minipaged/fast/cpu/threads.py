@@ -37,7 +37,8 @@ import torch
 WINDOW = 0.05
 """The seconds of computing after which the number of threads may change."""
 LOST = 0.3
-"""The number of cores that may be lost before there is a thread fewer."""
+"""The part of a core that each thread but one may lose before there are fewer threads: it waits in vain, or sleeps,
+while one thread works alone. (Measured with 2 threads only. With many, one core that is taken does not count.)"""
 FIRST_WAIT, LONGEST_WAIT = 0.5, 4.0
 """The seconds until one more thread is tried, and at most. Each attempt that fails doubles the wait."""
 
@@ -56,6 +57,7 @@ class Threads:
         self._seconds = self._processor_seconds = 0.0
         self._wait, self._next_try = FIRST_WAIT, 0.0
         self._tries = self._is_watching = False
+        self._lost = 0.0  # in the last window
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -78,10 +80,13 @@ class Threads:
 
     def _adapt(self, lost: float, now: float) -> None:
         """`lost`: the number of cores that the threads did not get."""
-        if lost > LOST and self.count > 1:
+        # What one more thread has lost shows beside what the others lost without it.
+        too_much = lost - self._lost if self._tries else lost
+        self._lost = lost
+        if self.count > 1 and too_much > (LOST if self._tries else LOST * (self.count - 1)):
             self._wait = min(2 * self._wait, LONGEST_WAIT) if self._tries else FIRST_WAIT
             self._next_try = now + self._wait
-            self.count = max(1, self.count - max(1, round(lost)))
+            self.count = max(1, self.count - max(1, round(too_much)))
             self._tries = False
         elif self.count < self.most and (self._tries or now >= self._next_try):
             self.count += 1
@@ -91,14 +96,17 @@ class Threads:
 
 
 _threads = Threads(0)
+_num_computing = 0
+"""How many engines of this process compute now."""
 
 
 def _current() -> Threads:
     """The threads of this process. They count anew when torch is given another number."""
     global _threads  # torch's number is the whole process's, too
-    most = min(torch.get_num_threads(), usable_cores(), numba.config.NUMBA_NUM_THREADS)
-    if most != _threads.most:
-        _threads = Threads(most)
+    if not _num_computing:  # otherwise torch's number may be the one that another engine computes with
+        most = min(torch.get_num_threads(), usable_cores(), numba.config.NUMBA_NUM_THREADS)
+        if most != _threads.most:
+            _threads = Threads(most)
     return _threads
 
 
@@ -118,23 +126,23 @@ def computing(*, throughout: bool = True) -> AbstractContextManager[None]:
 
 @contextmanager
 def _computing(throughout: bool) -> Iterator[None]:
+    global _num_computing
     given, threads = torch.get_num_threads(), _current()
+    _num_computing += 1
     _set(threads.count)
     try:
         with threads.watched() if throughout and _shows_lost_cores() else nullcontext():
             yield
     finally:
+        _num_computing -= 1
         _set(threads.most)
-        if torch.get_num_threads() != given:
+        if given > threads.most:  # it is never lower, unless another engine was computing
             torch.set_num_threads(given)
 
 
 def use_threads() -> None:
-    """Let numba compute on as many threads as torch, in this thread of Python (numba has a number for each).
-
-    Both then obey OMP_NUM_THREADS. Two processes that share a machine, each with its part of the cores, do not wait for
-    each other at the end of every loop.
-    """
+    """Let numba and torch compute on all threads for which there are usable cores, in this thread of Python, outside
+    `computing` (numba has a number for each). Both then obey OMP_NUM_THREADS."""
     _set(_current().most)
 
 

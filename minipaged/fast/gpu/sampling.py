@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minipaged.fast.cpu.sampling import largest_by_library, uniform
+from minipaged.fast.cpu.sampling import largest_by_library as largest
+from minipaged.fast.cpu.sampling import uniform
 
-__all__ = ["argmax_logsumexp", "draw", "draw_ordered", "uniform"]
+__all__ = ["argmax_logsumexp", "draw", "draw_ordered", "largest", "uniform"]
 
 DRAW_TILE = 2048
 """The logits of one program of `draw`: with four warps, 16 weights in float64 per thread."""
@@ -28,11 +29,6 @@ TILE = 4096
 """The logits of one program of `argmax_logsumexp`. A row of 128k logits takes 32 programs, so even a single row is read
 by many multiprocessors in parallel. With eight warps, a thread has two accesses of 16 bytes in flight in half
 precision, four in float32."""
-
-
-def largest(values: Tensor, count: int) -> Tensor:
-    """See `minipaged.fast.kernels`."""
-    return largest_by_library(values, count)
 
 
 def argmax_logsumexp(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:

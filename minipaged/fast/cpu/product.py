@@ -10,12 +10,12 @@ Each sum adds its products in the order of the inputs. It does not depend on the
 number of threads: a token gets the same bits alone and among others.
 
 The four matrices of all 30 layers of SmolLM2-135M once, in milliseconds, on 2 cores of an AMD EPYC (Zen 4), the best of
-6 turns with oneDNN:
+6 turns with the library's way (`llama.DenseMatrix`):
 
 | tokens | 1 | 2 | 4 | 8 | 14 | 24 | 32 | 56 | 512 |
 |---|---|---|---|---|---|---|---|---|---|
-| this | 9.2 | 8.8 | 8.3 | 9.6 | 11.9 | 16.2 | 19.7 | 32.1 | 265 |
-| oneDNN on its own layout | 17.0 | 14.1 | 12.5 | 13.9 | 15.5 | 19.6 | 23.8 | 34.9 | 268 |
+| in tiles | 5.7 | 5.7 | 6.6 | 8.2 | 11.4 | 18.2 | 22.3 | 35.4 | 285 |
+| a loop over rows; oneDNN from 2 tokens on | 8.7 | 13.1 | 10.6 | 12.4 | 15.2 | 20.1 | 24.4 | 41.3 | 275 |
 
 docs/tuning.md ("Matrices in tiles") has what was tried.
 """

@@ -3,8 +3,8 @@
 The weights are kept once, in tiles of 32 rows. A tile has the first two inputs of all its rows, then the next two, and
 so on, so that a vector holds a pair of inputs for each of 16 rows. One instruction (vdpbf16ps) multiplies it by two
 inputs of a token and adds both products to 16 float32 sums, one for each row. The sums of 14 tokens by 32 rows stay in
-registers while the tile is read once, from its beginning to its end. So every weight that is fetched is used 14 times,
-and fetching and multiplying take about the same time.
+registers while the tile is read once, from its beginning to its end. So with 14 tokens each weight is loaded once and
+multiplied 14 times. With a few tokens, reading the weights from memory is the limit.
 
 Each sum adds its products in the order of the inputs. It does not depend on the other tokens of the batch, nor on the
 number of threads: a token gets the same bits alone and among others.

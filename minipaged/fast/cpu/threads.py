@@ -1,19 +1,19 @@
 """How many threads compute on a CPU: as many as get a core.
 
 Threads that compute one step together meet some 200 times in it, and each time all of them wait for the last one. So on
-a machine that does something else as well, a thread that has to share its core makes all the others wait. One thread
-fewer than there are cores loses its share of the work, and no more (tokens a second; SmolLM2-135M in bfloat16 on 2
-cores of an AMD EPYC; one core taken by another process):
+a machine that does something else as well, a thread that has to share its core makes all the others wait. With one
+thread fewer than cores, only the share of that thread is lost. (Tokens a second; SmolLM2-135M in bfloat16, before its
+matrices were in tiles, on 2 cores of an AMD EPYC; where a core is taken, another process computes on it.)
 
-| | quiet | a core taken: 2 threads | 1 thread |
+| | quiet, 2 threads | a core taken, 2 threads | a core taken, 1 thread |
 |---|---|---|---|
 | one request | 89 | 26 | 58 |
 | 32 decoding | 497 | 119 | 279 |
 
 Whether a thread had to wait for a core shows in the processor time of this process. A thread that waits for others does
-so in a loop, and so takes processor time too. Threads that together take less than the clock shows were kept from
-running. On the same machine two threads get 1.95 seconds of processor time a second if nobody else wants it (of one
-request: 1.8), and at most 1.5 if one core is taken.
+so in a loop, and so takes processor time too. Threads that are never kept from running take nearly a second of
+processor time a second each. If they take clearly less, some of them did not get a core. On the same machine two
+threads take 1.95 seconds if nobody else wants them (for one request: 1.8), and at most 1.5 if one core is taken.
 
 That other programs have ended does not show while there are fewer threads. So now and then one more thread is tried.
 """
@@ -37,8 +37,9 @@ import torch
 WINDOW = 0.05
 """The seconds of computing after which the number of threads may change."""
 LOST = 0.3
-"""The part of a core that each thread but one may lose before there are fewer threads: it waits in vain, or sleeps,
-while one thread works alone. (Measured with 2 threads only. With many, one core that is taken does not count.)"""
+"""The part of a core that each thread but the first may lose before there are fewer threads. Threads lose a little on a
+quiet machine too, when one of them works alone and the others fall asleep. (Measured with 2 threads only. With many,
+one core that is taken does not count.)"""
 FIRST_WAIT, LONGEST_WAIT = 0.5, 4.0
 """The seconds until one more thread is tried, and at most. Each attempt that fails doubles the wait."""
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -136,6 +137,26 @@ def test_torch_and_numba_have_their_own_numbers_again_afterwards(two_threads: Th
         assert numbers() == (1, 1)
         raise ZeroDivisionError
     assert numbers() == (2, 2)
+
+
+def test_an_engine_that_begins_while_another_computes_on_fewer_threads_does_not_keep_to_those(
+    two_threads: Threads,
+) -> None:
+    """torch's number, where a thread of Python first asks for it, is the one that was set last."""
+    two_threads.count = 1
+    found = []
+
+    def begin() -> None:
+        with computing():
+            found.append(numbers())
+        found.append(numbers())
+
+    with computing():
+        other = threading.Thread(target=begin)
+        other.start()
+        other.join()
+    assert found == [(1, 1), (2, 2)]
+    assert threads._current() is two_threads
 
 
 def test_more_threads_than_usable_cores_do_not_compute(two_threads: Threads) -> None:

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
+from threading import Lock
 
 import numba
 import torch
@@ -98,7 +99,8 @@ class Threads:
 
 _threads = Threads(0)
 _num_computing = 0
-"""How many engines of this process compute now."""
+"""How many engines of this process compute now. Changed under `_lock`."""
+_lock = Lock()
 
 
 def _current() -> Threads:
@@ -129,13 +131,15 @@ def computing(*, throughout: bool = True) -> AbstractContextManager[None]:
 def _computing(throughout: bool) -> Iterator[None]:
     global _num_computing
     given, threads = torch.get_num_threads(), _current()
-    _num_computing += 1
-    _set(threads.count)
+    with _lock:
+        _num_computing += 1
     try:
+        _set(threads.count)
         with threads.watched() if throughout and _shows_lost_cores() else nullcontext():
             yield
     finally:
-        _num_computing -= 1
+        with _lock:
+            _num_computing -= 1
         _set(threads.most)
         if given > threads.most:  # it is never lower, unless another engine was computing
             torch.set_num_threads(given)

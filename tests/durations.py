@@ -282,8 +282,7 @@ def over_budget(costs: list[Cost], thorough: set[str], rooms: Mapping[str, float
     """What would cost more at the budget's pace than `tests/budget.toml` allows, a line each: tests that are not
     `thorough`, and `rooms`."""
     allows = budget()
-    # Not more for a faster processor: it gains more at the yardstick than at most tests.
-    costs = [replace(cost, processor=cost.processor / max(1.0, cost.pace)) for cost in costs]
+    costs = [replace(cost, processor=cost.processor / cost.pace) for cost in costs]
     lines = [
         f"{test} took {processor:.1f} s of processor at the budget's pace; over {allows['test']} s it is to be thorough"
         for test, (processor, _) in by_test(costs).items()

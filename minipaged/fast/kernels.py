@@ -211,22 +211,11 @@ class RunLayers(Protocol):
     """The number of sequences up to which it is faster than layer by layer."""
 
     def __call__(
-        self,
-        residual: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        tables: Tensor,
-        rows: Tensor,
-        context_lens: Tensor,
-        scale: float,
-        eps: float,
+        self, residual: Tensor, positions: Tensor, slots: Tensor, tables: Tensor, rows: Tensor, context_lens: Tensor
     ) -> Tensor:
         """Return the output of the last layer, [seqs, hidden]. The residual [seqs, hidden] is overwritten.
 
-        cos, sin: as in `rope_and_write`. positions, slots: [seqs]. tables, rows, context_lens: as in `Paged`. scale: of
-        the scores. eps: of the norms.
+        positions, slots: [seqs]. tables, rows, context_lens: as in `Paged`.
         """
 
 
@@ -235,7 +224,7 @@ class LlamaKernels(Protocol):
     before the weight is applied, and after."""
 
     def computing(self, *, throughout: bool = True) -> AbstractContextManager[None]:
-        """Within it the calling Python thread calls kernels. `throughout`: all of the time, or nearly so."""
+        """Return a context in which the calling Python thread calls kernels. `throughout`: nearly all of the time."""
 
     def linears(
         self,
@@ -265,10 +254,20 @@ class LlamaKernels(Protocol):
         """
 
     def in_one_call(
-        self, layers: Sequence[Layer], views: Sequence[tuple[Tensor, Tensor]], num_heads: int
+        self,
+        layers: Sequence[Layer],
+        views: Sequence[tuple[Tensor, Tensor]],
+        num_heads: int,
+        cos: Tensor,
+        sin: Tensor,
+        scale: float,
+        eps: float,
     ) -> RunLayers | None:
         """Return a function that runs sequences with one query token each through all layers, or None if these layers
-        do not support it or gain nothing by it. `views`: each layer's keys and values."""
+        do not support it or gain nothing by it.
+
+        views: each layer's keys and values. cos, sin: as in `rope_and_write`. scale: of the scores. eps: of the norms.
+        """
 
 
 class SamplingKernels(Protocol):

@@ -228,9 +228,11 @@ class Llama(Runner):
         self.weights = weights if isinstance(weights, Weights) else Weights.of(config, weights, self.kernels)
         self.scale = 1 / math.sqrt(config.head_dim)  # of attention scores
         views = [kv_cache.layer(i) for i in range(len(self.weights.layers))]
-        self._one_call = self.kernels.in_one_call(self.weights.layers, views, config.num_attention_heads)
         longest = config.context_length if max_model_len is None else max_model_len
         self.cos, self.sin = rotary_tables(config, longest, kv_cache.device)
+        heads, eps = config.num_attention_heads, config.rms_norm_eps
+        layers = self.weights.layers
+        self._one_call = self.kernels.in_one_call(layers, views, heads, self.cos, self.sin, self.scale, eps)
         max_blocks = min(-(-longest // kv_cache.block_size), kv_cache.num_blocks)
         self.mirrors = PerLane(Mirror)
         self.mirror = Mirror()  # the mirror of the lane of the current step
@@ -376,7 +378,7 @@ class Llama(Runner):
         residual = weights.embed(tokens.token_ids())  # [tokens, hidden]
         if self._one_call and tokens.num_decoding == len(residual) <= self._one_call.most_tokens:
             where = tokens.positions, slots, tokens.tables, tokens.rows, tokens.context_lens
-            return self._leave(tokens, self._one_call(residual, self.cos, self.sin, *where, self.scale, eps), residual)
+            return self._leave(tokens, self._one_call(residual, *where), residual)
         x = kernels.rms_norm(residual, weights.layers[0].input_norm, eps)  # [tokens, hidden]
         for i, layer in enumerate(weights.layers):
             if i:

@@ -114,7 +114,7 @@ def test_two_passes_at_once_are_not_taken_for_lost_cores() -> None:
 
 @pytest.fixture
 def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Threads]:
-    """Of this process; the tests have one otherwise."""
+    """Two threads for this process, in which the tests have one otherwise."""
     if numba.config.NUMBA_NUM_THREADS < 2:
         pytest.skip("numba has one thread here")
     given = torch.get_num_threads()

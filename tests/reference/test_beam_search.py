@@ -140,7 +140,7 @@ def generate(
 
 # Derandomized: two candidates whose sums differ by a rounding may be ranked differently by torch and NumPy, rightly.
 @pytest.mark.usefixtures("one_thread")
-@settings(max_examples=examples(400), derandomize=True)
+@settings(max_examples=examples(200), derandomize=True)  # always the same ones; transformers takes 10 ms for each
 @given(
     seed=st.integers(0, 15),
     vocab=st.sampled_from([6, 9, 16]),

@@ -94,10 +94,10 @@ def layers(dtype: torch.dtype) -> Iterator[None]:
     keys, values = torch.zeros(2, 1, 1, 4, HEAD_DIM, dtype=dtype)
     qkv_matrix, o, gate_up, down = matrices
     layer = Layer(weight[0], qkv_matrix, None, o, weight[0], gate_up, down)
-    run = cpu.in_one_call([layer], [(keys, values)], 1)
-    assert run is not None
     angles = torch.zeros(1, HEAD_DIM // 2)
-    run(x, angles, angles, one, one, one[:, None], one, one + 1, 1.0, 1e-5)
+    run = cpu.in_one_call([layer], [(keys, values)], 1, angles, angles, 1.0, 1e-5)
+    assert run is not None
+    run(x, one, one, one[:, None], one, one + 1)
     yield
 
 

@@ -33,52 +33,62 @@ from minipaged.fast.kernels import Layer, RunLayers
 class OneCall(RunLayers):
     """See `minipaged.fast.kernels`, `in_one_call`."""
 
-    def __init__(self, layers: Sequence[Layer], views: Sequence[tuple[Tensor, Tensor]], num_heads: int) -> None:
-        """`layers`: layers whose matrices are all `DenseMatrix`, or all `TiledMatrix`. `views`: each layer's keys and
-        values."""
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        views: Sequence[tuple[Tensor, Tensor]],
+        num_heads: int,
+        cos: Tensor,
+        sin: Tensor,
+        scale: float,
+        eps: float,
+    ) -> None:
+        """`layers`: layers whose matrices are all `DenseMatrix`, or all `TiledMatrix`."""
         self._layers = layers  # kept alive: the kernel reads their memory by address
         self._pool = KernelPool.of(*views[0], None)
         self._sizes = num_heads, layers[0].down.shape[1]
+        self._angles, self._scale, self._eps = (cos.numpy(), sin.numpy()), np.float32(scale), eps
+        self._number = pairs_or_floats(views[0][0].dtype, views[0][0].shape[3])
         self._addresses = np.array([_addresses(*each) for each in zip(layers, views, strict=True)])  # [layers, 9] int64
         self.most_tokens = sys.maxsize if isinstance(layers[0].down, TiledMatrix) else FEW
 
     def __call__(
-        self,
-        residual: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        tables: Tensor,
-        rows: Tensor,
-        context_lens: Tensor,
-        scale: float,
-        eps: float,
+        self, residual: Tensor, positions: Tensor, slots: Tensor, tables: Tensor, rows: Tensor, context_lens: Tensor
     ) -> Tensor:
         x = torch.empty_like(residual)
         _run(
             self._addresses,
             self._sizes,
             as_array(residual),
-            (cos.numpy(), sin.numpy()),
+            self._angles,
             (positions.numpy(), slots.numpy()),
             self._pool,
             (tables.numpy(), rows.numpy(), context_lens.numpy()),
-            np.float32(scale),
-            eps,
+            self._scale,
+            self._eps,
             (numba.get_num_threads(), num_pieces()),
-            pairs_or_floats(residual.dtype, cos.shape[1] * 2),
+            self._number,
             as_array(x),
         )
         return x
 
 
-def in_one_call(layers: Sequence[Layer], views: Sequence[tuple[Tensor, Tensor]], num_heads: int) -> RunLayers | None:
+def in_one_call(
+    layers: Sequence[Layer],
+    views: Sequence[tuple[Tensor, Tensor]],
+    num_heads: int,
+    cos: Tensor,
+    sin: Tensor,
+    scale: float,
+    eps: float,
+) -> RunLayers | None:
     """See `minipaged.fast.kernels`."""
     matrices = [matrix for each in layers for matrix in (each.qkv, each.o, each.gate_up, each.down)]
     kind = TiledMatrix if in_tiles(views[0][0].dtype) else DenseMatrix  # as `_multiply` expects
     plain = all(isinstance(matrix, kind) and matrix.bias is None for matrix in matrices)
-    return OneCall(layers, views, num_heads) if plain and KINDS[views[0][0].dtype] == AS_IT_IS else None
+    if not plain or KINDS[views[0][0].dtype] != AS_IT_IS:
+        return None
+    return OneCall(layers, views, num_heads, cos, sin, scale, eps)
 
 
 def _addresses(layer: Any, view: tuple[Tensor, Tensor]) -> list[int]:

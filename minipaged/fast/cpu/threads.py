@@ -63,7 +63,7 @@ class Threads:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Within it all `count` threads compute, or wait for each other in a loop."""
+        """Watch a stretch in which all `count` threads compute, or wait for each other in a loop."""
         if self._is_watching:  # the other one's processor time could not be told from this one's
             yield
             return
@@ -120,7 +120,8 @@ def num_pieces() -> int:
 
 
 def computing(*, throughout: bool = True) -> AbstractContextManager[None]:
-    """Within it as many threads compute as get a core. Afterwards numba and torch have their own numbers again.
+    """Return a context in which as many threads compute as get a core. Afterwards numba and torch have their own
+    numbers again.
 
     `throughout`: whether threads compute nearly all the time, so that lost cores show.
     """

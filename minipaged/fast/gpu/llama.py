@@ -126,7 +126,15 @@ def computing(*, throughout: bool = True) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def in_one_call(layers: Sequence[Layer], views: Sequence[tuple[Tensor, Tensor]], num_heads: int) -> RunLayers | None:
+def in_one_call(
+    layers: Sequence[Layer],
+    views: Sequence[tuple[Tensor, Tensor]],
+    num_heads: int,
+    cos: Tensor,
+    sin: Tensor,
+    scale: float,
+    eps: float,
+) -> RunLayers | None:
     """Returns None: a CUDA graph already launches all kernels of a step in one call."""
     return None
 

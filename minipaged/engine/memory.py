@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 
 from minipaged.contracts import BlockAllocator, BlockTable, Tier
+from minipaged.engine.policy import most_blocks
 from minipaged.engine.prefix_cache import PrefixCache
 from minipaged.engine.sequence import Request, SequenceState
 from minipaged.engine.step_writer import StepWriters
@@ -76,18 +77,13 @@ class Memory(ABC):
         return -(-num_tokens // self.block_size)  # rounded up
 
     def most_blocks(self, request: Request) -> int:
-        """The most blocks that the request can come to hold. With paging, only the prompt's full blocks are sure to be
-        shared.
+        """The most blocks that the request can come to hold (`policy.most_blocks`).
 
         A memory that gives a request more blocks must override this, or it will accept requests that can never be
-        admitted. The last token is chosen but never run, so it needs no slot.
+        admitted.
         """
         num_prompt_tokens = len(request.prompt_token_ids)
-        if request.max_output_tokens == 1:  # it runs nothing but its prompt
-            return self.blocks_for(num_prompt_tokens)
-        shared = num_prompt_tokens // self.block_size
-        each = self.blocks_for(num_prompt_tokens + request.max_output_tokens - 1)
-        return shared + request.num_sequences * (each - shared)
+        return most_blocks(num_prompt_tokens, request.max_output_tokens, request.num_sequences, self.block_size)
 
     def can_admit(self, request: Request, spare: int = 0) -> AllocStatus:
         """Whether there are enough blocks for everything the request has to run, and `spare` blocks more."""

@@ -43,16 +43,8 @@ class FirstComeFirstServed:
         return request.num_sequences <= self.max_sequences and self.most_blocks(request) <= self.num_blocks
 
     def most_blocks(self, request: RequestView) -> int:
-        """The most blocks that the request can come to hold: only the prompt's full blocks are sure to be shared."""
-        if request.max_output_tokens == 1:  # it runs nothing but its prompt
-            return self.blocks_for(request.prompt_tokens)
-        shared = request.prompt_tokens // self.block_size
-        # The last token is chosen but never run, so it needs no slot.
-        each = self.blocks_for(request.prompt_tokens + request.max_output_tokens - 1)
-        return shared + request.num_sequences * (each - shared)
-
-    def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)  # rounded up
+        """The most blocks that the request can come to hold."""
+        return most_blocks(request.prompt_tokens, request.max_output_tokens, request.num_sequences, self.block_size)
 
     # --- Every step -------------------------------------------------------------------------------
 
@@ -105,6 +97,16 @@ class FirstComeFirstServed:
         """The blocks that a request holding `num_blocks` will want next: one per sequence, up to the most it can
         need."""
         return max(0, min(request.num_sequences, self.most_blocks(request) - num_blocks))
+
+
+def most_blocks(prompt_tokens: int, max_output_tokens: int, num_sequences: int, block_size: int) -> int:
+    """The most blocks that a request can come to hold: only the prompt's full blocks are sure to be shared."""
+    if max_output_tokens == 1:  # it runs nothing but its prompt
+        return -(-prompt_tokens // block_size)  # rounded up
+    shared = prompt_tokens // block_size
+    # The last token is chosen but never run, so it needs no slot.
+    each = -(-(prompt_tokens + max_output_tokens - 1) // block_size)
+    return shared + num_sequences * (each - shared)
 
 
 # --- Costs of both ways back (paper, section 4.5, Fig. 19) --------------------------------------------

@@ -18,27 +18,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
+from minipaged import events as ev
 from minipaged.course.grader.assignment import Bench
 from minipaged.course.grader.counterexample import aligned, letter, must_raise, said
 from minipaged.course.grader.session import Session
 from minipaged.course.sandbox.contract import Handle, Outcome, Raised, Result
 from minipaged.errors import BlockNotAllocated, Invariant, OutOfBlocks
-from minipaged.events import (
-    BlockCopied,
-    BlocksFreed,
-    EngineStarted,
-    Event,
-    RequestAdmitted,
-    RequestArrived,
-    RequestFinished,
-    SequenceFinished,
-    SequenceForked,
-    StepFailed,
-    StepFinished,
-    StepStarted,
-    TokenGenerated,
-    TokensComputed,
-)
 
 BLOCK_SIZE = 16
 ALL_CHECKED = 12
@@ -121,7 +106,7 @@ class AllocatorSession(Session):
         """The script's variables, in order: the name and value of each returned block."""
         self._num_results = 0
         self._labelled: dict[int, tuple[str, int]] = {}
-        self._events: list[Event] = [EngineStarted(num_blocks, 0, BLOCK_SIZE, BLOCK_SIZE * max(1, num_blocks))]
+        self._events: list[ev.Event] = [ev.EngineStarted(num_blocks, 0, BLOCK_SIZE, BLOCK_SIZE * max(1, num_blocks))]
         self._step = 0
         self._num_tables = 0
         self._observed: dict[int, Any] = {}
@@ -154,7 +139,7 @@ class AllocatorSession(Session):
         if method != "allocate" and value is None:
             return
         self._step += 1
-        self._events.append(StepStarted(self._step))
+        self._events.append(ev.StepStarted(self._step))
         shown = f"allocator.{method}({name})"
         args = () if value is None else (value,)
         looks = self._to_look_at([] if method == "allocate_many" else _as_blocks(value))
@@ -184,7 +169,7 @@ class AllocatorSession(Session):
             self._check_state([*looks, *new], shown, refused=False)
             if call.label is not None:
                 self._labelled[call.label] = self._variables[-1]
-        self._events.append(StepFinished(self._step, 1, 1, 0.0))
+        self._events.append(ev.StepFinished(self._step, 1, 1, 0.0))
 
     def _carry_out(
         self, method: str, name: str, value: int | list[int] | None, variable: str, shown: str, answer: Outcome
@@ -412,9 +397,9 @@ class AllocatorSession(Session):
         self._tables.append(table)
         self._counted = None
         self._events += [
-            RequestArrived(table.request, table.sequence, (0,), 1),
-            RequestAdmitted(table.request),
-            TokensComputed(table.sequence, 1, (block,), 0),
+            ev.RequestArrived(table.request, table.sequence, (0,), 1),
+            ev.RequestAdmitted(table.request),
+            ev.TokensComputed(table.sequence, 1, (block,), 0),
         ]
 
     def _last_holder(self, block: int) -> _Holder:
@@ -426,30 +411,30 @@ class AllocatorSession(Session):
         self._num_tables += 1
         self._tables.append(child)
         self._counted = None
-        self._events.append(SequenceForked(parent.request, parent.sequence, child.sequence))
+        self._events.append(ev.SequenceForked(parent.request, parent.sequence, child.sequence))
 
     def _end(self, block: int) -> None:
         table = self._last_holder(block)
         self._tables.remove(table)
         self._counted = None
         self._events += [
-            SequenceFinished(table.request, table.sequence, "length"),
-            BlocksFreed(table.sequence, (block,)),
+            ev.SequenceFinished(table.request, table.sequence, "length"),
+            ev.BlocksFreed(table.sequence, (block,)),
         ]
         if not any(other.request == table.request for other in self._tables):
-            self._events.append(RequestFinished(table.request, "finished"))
+            self._events.append(ev.RequestFinished(table.request, "finished"))
 
     def _write(self, block: int, target: int) -> None:
         table = self._last_holder(block)
         if target != block:
             holders = self._counts()[block]
-            self._events.append(BlockCopied(table.sequence, 0, block, target, holders))
+            self._events.append(ev.BlockCopied(table.sequence, 0, block, target, holders))
             table.block = target
             self._counted = None
         if table.num_tokens < BLOCK_SIZE:
             table.num_tokens += 1
-            self._events.append(TokenGenerated(table.request, table.sequence, 0, 0.0))
-        self._events.append(TokensComputed(table.sequence, table.num_tokens, (), 0))
+            self._events.append(ev.TokenGenerated(table.request, table.sequence, 0, 0.0))
+        self._events.append(ev.TokensComputed(table.sequence, table.num_tokens, (), 0))
 
     # --- Failing ----------------------------------------------------------------------------------
 
@@ -458,13 +443,13 @@ class AllocatorSession(Session):
             self._lines.append(shown)
         return shown or self._made
 
-    def _story(self, message: str) -> tuple[Event, ...]:
-        children = [event.request for event in self._events if isinstance(event, SequenceForked)]
+    def _story(self, message: str) -> tuple[ev.Event, ...]:
+        children = [event.request for event in self._events if isinstance(event, ev.SequenceForked)]
         return tuple(
             replace(event, num_sequences=1 + children.count(event.request))
-            if isinstance(event, RequestArrived)
+            if isinstance(event, ev.RequestArrived)
             else event
-            for event in (*self._events, StepFailed(self._step, message, ()))
+            for event in (*self._events, ev.StepFailed(self._step, message, ()))
         )
 
     def _draw(self) -> tuple[str, ...]:

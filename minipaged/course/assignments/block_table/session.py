@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from minipaged import events as ev
 from minipaged.contracts import BlockAllocator
 from minipaged.course.grader.assignment import Bench
 from minipaged.course.grader.counterexample import aligned, letter, must_raise, said
@@ -23,23 +24,6 @@ from minipaged.course.grader.session import Session
 from minipaged.course.sandbox.contract import Handle, Raised
 from minipaged.engine.checked_allocator import MEMBERS
 from minipaged.errors import BlockNotAllocated, Invariant, InvariantViolation, OutOfBlocks
-from minipaged.events import (
-    BlockCached,
-    BlockCopied,
-    BlockDeduplicated,
-    BlocksFreed,
-    EngineStarted,
-    Event,
-    PrefixReused,
-    RequestAdmitted,
-    RequestArrived,
-    StepFailed,
-    StepFinished,
-    StepStarted,
-    SwappedIn,
-    SwappedOut,
-    TokensComputed,
-)
 from minipaged.tiers import plain_parts
 
 
@@ -114,7 +98,7 @@ class TableSession(Session):
         self._cached: list[int] = []
         """Blocks of the first pool that are held outside of the tables."""
         size = max(1, block_size)
-        self._events: list[Event] = [EngineStarted(num_blocks, num_blocks, size, size * num_blocks)]
+        self._events: list[ev.Event] = [ev.EngineStarted(num_blocks, num_blocks, size, size * num_blocks)]
         self._step = 0
         self._lines += [f"{name} = BlockAllocator({num_blocks})" for name in POOLS]
         if block_size < 1:
@@ -127,9 +111,9 @@ class TableSession(Session):
         """Carry out the steps. A step that lacks a table or block is left out."""
         for op in ops:
             self._step += 1
-            self._events.append(StepStarted(self._step))
+            self._events.append(ev.StepStarted(self._step))
             getattr(self, f"_{op.kind}")(op)
-            self._events.append(StepFinished(self._step, 1, 1, 0.0))
+            self._events.append(ev.StepFinished(self._step, 1, 1, 0.0))
 
     # --- The steps of programs --------------------------------------------------------------------
 
@@ -218,9 +202,9 @@ class TableSession(Session):
             )
         if copies:
             holders = pool.ref_count(before[kept]) + 1
-            self._events.append(BlockCopied(table.number, kept, before[kept], found[kept], holders))
+            self._events.append(ev.BlockCopied(table.number, kept, before[kept], found[kept], holders))
         table.blocks, table.num_tokens = found, table.num_tokens + n
-        self._events.append(TokensComputed(table.number, table.num_tokens, tuple(found[len(before) :]), 0))
+        self._events.append(ev.TokensComputed(table.number, table.num_tokens, tuple(found[len(before) :]), 0))
         self._compare(shown)
 
     def _needed_then_append(self, op: Op) -> None:
@@ -256,7 +240,7 @@ class TableSession(Session):
             self._fail(f"{shown} returned the table itself", f"assert {name} is not {parent.name}")
         self._add(name, made, parent.pool)
         self._tables[-1].blocks, self._tables[-1].num_tokens = list(parent.blocks), parent.num_tokens
-        self._events.append(TokensComputed(self._tables[-1].number, parent.num_tokens, tuple(parent.blocks), 0))
+        self._events.append(ev.TokensComputed(self._tables[-1].number, parent.num_tokens, tuple(parent.blocks), 0))
         self._compare(shown)
 
     def _trim(self, op: Op) -> None:
@@ -283,8 +267,8 @@ class TableSession(Session):
         del table.blocks[kept:]
         table.num_tokens = n
         self._events += [
-            BlocksFreed(table.number, tuple(expected)),
-            TokensComputed(table.number, n, tuple(table.blocks), 0),
+            ev.BlocksFreed(table.number, tuple(expected)),
+            ev.TokensComputed(table.number, n, tuple(table.blocks), 0),
         ]
         self._compare(shown, f"before[:{kept}]")
         if freed != expected and not in_any_order:
@@ -305,7 +289,7 @@ class TableSession(Session):
         if pool.num_free:
             self._lines.append(f"cached{len(self._cached)} = allocator.allocate()")
             self._cached.append(pool.inner.allocate())
-            self._events.append(BlockCached(0, 0, self._cached[-1]))
+            self._events.append(ev.BlockCached(0, 0, self._cached[-1]))
 
     def _adopt(self, op: Op) -> None:
         blocks = self._cached[: op.b % (len(self._cached) + 1)]
@@ -314,7 +298,7 @@ class TableSession(Session):
         self._lines.append(shown)
         self._call(table, "adopt", (blocks,), shown)
         table.blocks, table.num_tokens = list(blocks), len(blocks) * self.block_size
-        self._events.append(PrefixReused(table.number, tuple(blocks), "cache"))
+        self._events.append(ev.PrefixReused(table.number, tuple(blocks), "cache"))
         self._compare(shown, f"[{', '.join(f'cached{i}' for i, _ in enumerate(blocks))}]")
 
     def _an_empty_table(self, op: Op) -> _ExpectedTable:
@@ -336,7 +320,7 @@ class TableSession(Session):
         shown = f"{table.name}.replace({logical}, cached{i})"
         self._lines += [f"before = list({table.name}.blocks)", shown]
         self._call(table, "replace", (logical, block), shown)
-        self._events.append(BlockDeduplicated(table.number, logical, table.blocks[logical], block))
+        self._events.append(ev.BlockDeduplicated(table.number, logical, table.blocks[logical], block))
         table.blocks[logical] = block
         self._compare(shown, f"[*before[:{logical}], cached{i}, *before[{logical + 1}:]]")
 
@@ -353,7 +337,7 @@ class TableSession(Session):
         moved = tuple(zip(table.blocks, blocks, strict=True))
         table.blocks, table.pool = blocks, target
         request = f"r{table.number}"
-        self._events.append(SwappedOut(request, moved) if target == "other" else SwappedIn(request, moved))
+        self._events.append(ev.SwappedOut(request, moved) if target == "other" else ev.SwappedIn(request, moved))
         self._compare(shown, "list(moved)")
 
     # --- Calls that have to be refused ------------------------------------------------------------
@@ -541,7 +525,7 @@ class TableSession(Session):
     def _add(self, name: str, handle: Handle, pool: str) -> None:
         number = len(self._tables)
         self._tables.append(_ExpectedTable(name, number, handle, pool))
-        self._events += [RequestArrived(f"r{number}", number, (0,), 1), RequestAdmitted(f"r{number}")]
+        self._events += [ev.RequestArrived(f"r{number}", number, (0,), 1), ev.RequestAdmitted(f"r{number}")]
 
     def _call(self, table: _ExpectedTable, method: str, args: tuple[Any, ...], shown: str) -> Any:
         """Make a call that has to succeed, and return its answer."""
@@ -559,8 +543,8 @@ class TableSession(Session):
     def _body(self) -> list[str]:
         return _without_idle("\n".join(self._lines).splitlines())
 
-    def _story(self, message: str) -> tuple[Event, ...]:
-        return (*self._events, StepFailed(self._step, message, ()))
+    def _story(self, message: str) -> tuple[ev.Event, ...]:
+        return (*self._events, ev.StepFailed(self._step, message, ()))
 
     def _draw(self) -> tuple[str, ...]:
         rows = [["table", "tokens", "blocks", "your table says"]]

@@ -91,22 +91,22 @@ BUGS = {
     "everything fits: fits always returns True": (NEVER, FITS, "True"),
     "siblings share everything: fits counts all blocks as shared by a request's sequences": (
         NEVER,
-        "request.num_sequences * (each - shared)",
+        "num_sequences * (each - shared)",
         "(each - shared)",
     ),
     "siblings share nothing: fits counts no block as shared by a request's sequences": (
         NEVER,
-        "shared = request.prompt_tokens // self.block_size",
+        "shared = prompt_tokens // block_size",
         "shared = 0",
     ),
     "the last token gets a slot: fits counts a slot for the last token": (
         NEVER,
-        "request.max_output_tokens - 1)",
-        "request.max_output_tokens)",
+        "(prompt_tokens + max_output_tokens - 1)",
+        "(prompt_tokens + max_output_tokens)",
     ),
     "a single token is decoded: fits counts a decode for a request that generates a single token": (
         NEVER,
-        "if request.max_output_tokens == 1:",
+        "if max_output_tokens == 1:",
         "if False:",
     ),
     "any number of sequences: fits ignores the sequences that a batch has room for": (

@@ -13,6 +13,7 @@ from typing import Literal
 
 from hypothesis import strategies as st
 
+from minipaged import events as ev
 from minipaged.course.assignments.scheduler.session import Scenery, SchedulerSettings, draw
 from minipaged.engine.block_manager import BlockManager
 from minipaged.engine.memory import AllocStatus
@@ -21,16 +22,6 @@ from minipaged.engine.sequence import Request, RequestState, SequenceState
 from minipaged.engine.step_writer import StepWriters
 from minipaged.engine.views import view_of
 from minipaged.errors import OutOfBlocks
-from minipaged.events import (
-    EngineStarted,
-    Event,
-    RequestAdmitted,
-    RequestArrived,
-    RequestPreempted,
-    StepFailed,
-    StepStarted,
-    TokenGenerated,
-)
 from minipaged.params import EngineConfig, SamplingParams
 from minipaged.scheduling import Costs, RequestView
 from minipaged.simulation.simulated import simulated_tier
@@ -61,10 +52,10 @@ class Kept:
 
     heard = True
 
-    def __init__(self, events: list[Event]) -> None:
+    def __init__(self, events: list[ev.Event]) -> None:
         self._events = events
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: ev.Event) -> None:
         self._events.append(event)
 
 
@@ -82,7 +73,7 @@ class SchedulerScene:
     """Whether the scheduler's lists have the latest arrivals first."""
     tokens_gone: int
     """Tokens of the batch that are unavailable to admitted requests, in addition to those of running requests."""
-    events: list[Event] = field(default_factory=list)
+    events: list[ev.Event] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -97,8 +88,8 @@ class SchedulerScene:
         )
         self.blocks = BlockManager(config, simulated_tier(), None, StepWriters(), Kept(self.events))
         self.events += [
-            EngineStarted(config.num_blocks, config.num_swap_blocks, config.block_size, MAX_MODEL_LEN),
-            StepStarted(1),
+            ev.EngineStarted(config.num_blocks, config.num_swap_blocks, config.block_size, MAX_MODEL_LEN),
+            ev.StepStarted(1),
         ]
         room = min(settings.max_num_seqs, settings.max_num_batched_tokens)
         all_new = False
@@ -137,7 +128,7 @@ class SchedulerScene:
             sequences=[SequenceState(10 * order, list(prompt), [], self.blocks.new_table())],
         )
         number = request.sequences[0].sequence_id
-        self.events.append(RequestArrived(request.request_id, number, prompt, drawn.num_sequences))
+        self.events.append(ev.RequestArrived(request.request_id, number, prompt, drawn.num_sequences))
         return request
 
     def _run(self, request: Request, drawn: RequestPlan) -> None:
@@ -145,7 +136,7 @@ class SchedulerScene:
 
         Raises OutOfBlocks.
         """
-        self.events.append(RequestAdmitted(request.request_id))
+        self.events.append(ev.RequestAdmitted(request.request_id))
         request.state = RequestState.RUNNING
         [first] = request.sequences
         # A request that generates a single token never decodes, so its prompt is not fully computed yet.
@@ -159,7 +150,7 @@ class SchedulerScene:
         filled = request.filled_slots(self.blocks.block_size)
         can_swap = filled and self.blocks.can_swap_out(request)
         mode: Literal["swap", "recompute"] = "swap" if drawn.state == "swapped" and can_swap else "recompute"
-        self.events.append(RequestPreempted(request.request_id, mode, len(filled), sum(filled.values()), 1))
+        self.events.append(ev.RequestPreempted(request.request_id, mode, len(filled), sum(filled.values()), 1))
         request.num_preemptions = 1
         if mode == "swap":
             self.blocks.swap_out(request)
@@ -182,7 +173,7 @@ class SchedulerScene:
                 token = sequence.sequence_id  # siblings differ
                 sequence.tokens.append(token)
                 sequence.output_token_ids.append(token)
-                self.events.append(TokenGenerated(request.request_id, sequence.sequence_id, token, 0.0))
+                self.events.append(ev.TokenGenerated(request.request_id, sequence.sequence_id, token, 0.0))
 
     def _take_back(self, request: Request) -> None:
         for sequence in request.sequences:
@@ -204,7 +195,7 @@ class SchedulerScene:
     def scenery(self, message: str) -> Scenery:
         """Return the scene's drawing and events for a failure."""
         names = tuple(request.request_id for request in self.requests)
-        return Scenery(draw(self.requests, self.blocks), (*self.events, StepFailed(1, message, names)))
+        return Scenery(draw(self.requests, self.blocks), (*self.events, ev.StepFailed(1, message, names)))
 
 
 # --- Random scenes --------------------------------------------------------------------------------

@@ -103,10 +103,20 @@ def multiply_tiles(x_address, tokens, tiles_address, rows, inputs, num_threads, 
     while token < tokens:
         token += _arrange(x, token, _block_size(tokens - token), by_pair)
     num_tiles = (rows + ROWS - 1) // ROWS
-    parts = num_tiles * ((tokens + GROUP - 1) // GROUP)  # a tile and a group of tokens each
     for thread in prange(num_threads):
-        begin, end = parts * thread // num_threads, parts * (thread + 1) // num_threads
+        begin = _part_at(thread, num_threads, num_tiles, tokens)
+        end = _part_at(thread + 1, num_threads, num_tiles, tokens)
         _multiply_parts(begin, end, by_pair.ctypes.data, tokens, tiles_address, num_tiles, rows, pairs, out_address)
+
+
+@inner()
+def _part_at(thread, num_threads, num_tiles, tokens):
+    """The first part of a thread. A part is a tile for a group of tokens; the last group may be small, so each thread
+    gets an equal number of products of a tile and a token."""
+    products = num_tiles * tokens * thread // num_threads
+    group = products // (num_tiles * GROUP)
+    size = max(1, min(GROUP, tokens - group * GROUP))
+    return group * num_tiles + (products - group * num_tiles * GROUP) // size
 
 
 @inner()

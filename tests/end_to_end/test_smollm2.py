@@ -6,19 +6,16 @@ proven tie (`ties.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
 
 from minipaged import LLM, SamplingParams
 from minipaged.fast.cpu.llama import DenseMatrix
+from minipaged.fast.cpu.product import TiledMatrix, num_bytes
 from minipaged.recordings.replay_steps import logits_of
 from tests.effort import one_case_in
 from tests.end_to_end import yardstick
@@ -32,30 +29,15 @@ CHUNK = 32
 pytestmark = pytest.mark.model
 
 
-@contextmanager
-def kept_once() -> Iterator[None]:
-    """A model that is loaded here has its matrices as rows alone, as with a torch without oneDNN.
-
-    On a CPU the fast tier keeps each matrix twice, as rows for one token and laid out by oneDNN for many tokens: in
-    float32, SmolLM2 then takes 1.1 GB, too much for a process of `make test`. In thorough tests SmolLM2 is
-    served as it is everywhere.
-    """
-    with patch.object(torch.backends.mkldnn, "is_available", lambda: False):
-        yield
-
-
 @pytest.mark.parametrize("num_tokens", [1, 2, CHUNK])
 @pytest.mark.parametrize(("rows", "columns"), [(960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576)], ids=str)
 def test_a_matrix_of_this_size_gives_the_same_however_it_is_laid_out(rows: int, columns: int, num_tokens: int):
-    """For one token, for many, and without oneDNN, as the model is served below."""
+    """For one token and for many: as rows and in oneDNN's layout, and in tiles, as the model is served below."""
     random = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(size, columns, generator=random) for size in (rows, num_tokens))
-    laid_out = DenseMatrix(weight, None)
-    with kept_once():
-        as_rows = DenseMatrix(weight, None)
-    assert as_rows._packed is None
+    in_tiles = TiledMatrix(weight, None, np.empty(num_bytes(weight), np.uint8))
     expected = x @ weight.T
-    for matrix in (laid_out, as_rows):
+    for matrix in (DenseMatrix(weight, None), in_tiles):
         assert (matrix(x) - expected).norm() <= 1e-6 * expected.norm()
 
 
@@ -67,8 +49,7 @@ def kept() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def smollm2(tier: str, smollm2_folder: Path) -> LLM:
     give_back()  # the other tier's weights
-    with kept_once() if settings.get_current_profile_name() == "quick" else nullcontext():
-        return LLM("smollm2-135m-instruct", tier=tier, dtype="float32", num_blocks=64, max_num_batched_tokens=CHUNK)
+    return LLM("smollm2-135m-instruct", tier=tier, dtype="float32", num_blocks=64, max_num_batched_tokens=CHUNK)
 
 
 def test_greedy_tokens_are_those_of_transformers(smollm2: LLM, smollm2_folder: Path, kept: dict[str, Any]):

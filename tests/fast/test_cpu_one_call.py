@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import sys
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from minipaged.contracts import BatchRow
 from minipaged.fast import preemption
-from minipaged.fast.cpu.llama import in_tiles
+from minipaged.fast.cpu import llama as cpu_llama
+from minipaged.fast.cpu.product import can_multiply_tiles
 from minipaged.fast.kv_cache import KVCache
 from minipaged.fast.llama import Llama
 from minipaged.models.config import ModelConfig, weight_shapes
@@ -80,9 +82,12 @@ def test_logits_and_what_is_cached_are_the_loops(dtype: torch.dtype, model_type:
     assert all(torch.equal(torch.stack(llama.kv_cache.layer(i)), after[i]) for i in range(3))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_seqs", [2, 7, 19])
-def test_a_batch_in_one_call_gives_the_bits_of_the_loop_and_of_each_sequence_alone(num_seqs: int) -> None:
-    llama = make("qwen3", torch.bfloat16)
+def test_a_batch_in_one_call_gives_the_bits_of_the_loop_and_of_each_sequence_alone(
+    num_seqs: int, dtype: torch.dtype
+) -> None:
+    llama = make("qwen3", dtype)
     contexts = [1 + 3 * i % 8 for i in range(num_seqs)]
     rows = [BatchRow([i], context - 1, [2 * i, 2 * i + 1], wants_logits=True) for i, context in enumerate(contexts)]
     for row in rows:
@@ -90,7 +95,7 @@ def test_a_batch_in_one_call_gives_the_bits_of_the_loop_and_of_each_sequence_alo
             llama.forward([BatchRow([row.token_ids[0] + 1] * row.first_position, 0, row.blocks, wants_logits=False)])
     in_one_call = llama._one_call
     assert in_one_call is not None
-    assert in_one_call.most_tokens == (sys.maxsize if in_tiles(torch.bfloat16) else 1)
+    assert in_one_call.most_tokens == (sys.maxsize if can_multiply_tiles(dtype) else 1)
     llama._one_call = counted = Counted(in_one_call)
     together = llama.forward(rows)
     assert counted.calls == (in_one_call.most_tokens > 1)
@@ -102,8 +107,9 @@ def test_a_batch_in_one_call_gives_the_bits_of_the_loop_and_of_each_sequence_alo
     assert torch.equal(llama.forward(rows), together)
 
 
-def test_in_float32_a_library_multiplies_where_there_are_several() -> None:
-    in_one_call = make("llama", torch.float32)._one_call
+def test_where_a_library_multiplies_one_token_at_a_time_is_run_in_one_call() -> None:
+    with patch.object(cpu_llama, "can_multiply_tiles", lambda dtype: False):
+        in_one_call = make("llama", torch.float32)._one_call
     assert in_one_call is not None
     assert in_one_call.most_tokens == 1
 

@@ -1,11 +1,12 @@
-"""Products of bfloat16 matrices in tiles are exact within rounding, whatever their size, and the batch does not matter.
+"""Products of matrices in tiles are exact within rounding, whatever their size, and the batch does not matter.
 
-They need a processor that multiplies pairs of bfloat16 (AVX512_BF16). Elsewhere a library multiplies, which
-`test_cpu_packed.py` and the agreement tests check.
+In bfloat16 they need a processor that multiplies pairs (AVX512_BF16), in float32 one that multiplies and adds in one
+instruction. Elsewhere a library multiplies, which `test_cpu_packed.py` and the agreement tests check.
 """
 
 from __future__ import annotations
 
+import ctypes
 from unittest.mock import patch
 
 import numpy as np
@@ -13,41 +14,62 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from llvmlite import binding, ir
 from torch import Tensor
 
 from minipaged.fast.cpu import llama, product
 from minipaged.fast.cpu.llama import DenseMatrix, linears
-from minipaged.fast.cpu.product import BLOCKS, GROUP, ROWS, TiledMatrix, num_elements
+from minipaged.fast.cpu.product import (
+    FLOATS_TOGETHER,
+    GROUP_BLOCKS,
+    PAIRS_TOGETHER,
+    ROWS,
+    FloatProduct,
+    TiledMatrix,
+    WideningProduct,
+    can_multiply_tiles,
+    num_bytes,
+)
 
-needs_pairs = pytest.mark.skipif(not llama.in_tiles(torch.bfloat16), reason="this processor has no AVX512_BF16")
+KINDS = {"bfloat16": (torch.bfloat16, 2), "float32 from bfloat16": (torch.float32, 2), "float32": (torch.float32, 4)}
+"""The types of inputs, and the bytes that a weight takes."""
+kinds = [kind for kind, (dtype, _) in KINDS.items() if can_multiply_tiles(dtype)]
 
 sizes = st.one_of(st.integers(1, 2 * ROWS + 1), st.sampled_from([31, 32, 33, 64, 96, 97]))
-numbers_of_tokens = st.one_of(st.integers(1, 2 * BLOCKS[0] + 1), st.sampled_from([GROUP - 1, GROUP, GROUP + 1, 130]))
+GROUP = GROUP_BLOCKS * PAIRS_TOGETHER
+numbers_of_tokens = st.one_of(
+    st.integers(1, 2 * PAIRS_TOGETHER + 1),
+    st.sampled_from([GROUP_BLOCKS * FLOATS_TOGETHER + 1, GROUP - 1, GROUP, GROUP + 1, 130]),
+)
 
 
 def tiled(weight: Tensor, bias: Tensor | None = None) -> TiledMatrix:
-    return TiledMatrix(weight, bias, np.full(num_elements(*weight.shape), 0x7FC0, np.uint16))  # NaN, to be overwritten
+    return TiledMatrix(weight, bias, np.full(num_bytes(weight), 0xFF, np.uint8))  # NaN, to be overwritten
 
 
-def bfloats(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+def numbers(kind: str, seed: int, *shape: int) -> Tensor:
+    dtype, item_bytes = KINDS[kind]
+    drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return (drawn.bfloat16() if item_bytes == 2 else drawn).to(dtype)
 
 
 def assert_close(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-    """Rounded once to bfloat16 from sums in float32. With a bias, once more."""
+    """Rounded once to the type of the inputs from sums in float32. With a bias, once more."""
     exact, size = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
     if bias is not None:
         exact, size = exact + bias.double(), 2 * size + bias.double().abs()
-    error = (found.double() - exact).abs()
-    assert (error <= exact.abs() * 2**-8 + size * 2**-8 * (bias is not None) + size * x.shape[1] * 2**-24).all()
+    error, unit = (found.double() - exact).abs(), 2**-8 if x.dtype == torch.bfloat16 else 2**-24
+    assert (error <= exact.abs() * unit + size * unit * (bias is not None) + size * x.shape[1] * 2**-24).all()
 
 
-@needs_pairs
-@given(sizes, sizes, numbers_of_tokens, st.integers(0, 9), st.booleans())
-def test_products_are_exact_within_rounding(rows: int, inputs: int, tokens: int, seed: int, has_bias: bool) -> None:
-    weight, x = bfloats(seed, rows, inputs), bfloats(seed + 1, tokens, inputs)
-    bias = bfloats(seed + 2, rows) if has_bias else None
+@given(st.sampled_from(kinds), sizes, sizes, numbers_of_tokens, st.integers(0, 9), st.booleans())
+def test_products_are_exact_within_rounding(
+    kind: str, rows: int, inputs: int, tokens: int, seed: int, has_bias: bool
+) -> None:
+    weight, x = numbers(kind, seed, rows, inputs), numbers("float32", seed + 1, tokens, inputs).to(KINDS[kind][0])
+    bias = numbers(kind, seed + 2, rows) if has_bias else None
     matrix = tiled(weight, bias)
+    assert matrix.item_bytes == KINDS[kind][1]
     assert_close(matrix(x), x, weight, bias)
     assert torch.equal(matrix.rows(torch.arange(rows)), weight)
     strided = torch.stack([x, x], dim=2)[:, :, 0]
@@ -56,21 +78,21 @@ def test_products_are_exact_within_rounding(rows: int, inputs: int, tokens: int,
     assert torch.equal(matrix.rows(ids), weight[ids])
 
 
-@needs_pairs
+@pytest.mark.parametrize("kind", kinds)
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 40])
-def test_a_token_gets_the_same_bits_in_every_batch_and_on_any_number_of_threads(num_threads: int) -> None:
-    weight, x = bfloats(0, 100, 70), bfloats(1, 150, 70)
+def test_a_token_gets_the_same_bits_in_every_batch_and_on_any_number_of_threads(kind: str, num_threads: int) -> None:
+    weight, x = numbers(kind, 0, 100, 70), numbers(kind, 1, 150, 70)
     matrix = tiled(weight)
     alone = torch.cat([matrix(row[None]) for row in x])
     with patch.object(product.numba, "get_num_threads", lambda: num_threads):  # the number of pieces
-        for tokens in (1, 2, 3, 7, 14, 15, 29, GROUP, GROUP + 1, 150):
+        for tokens in (1, 2, 3, 7, 14, 15, 29, 49, GROUP, GROUP + 1, 150):
             assert torch.equal(matrix(x[:tokens]), alone[:tokens]), tokens
 
 
-@needs_pairs
+@pytest.mark.parametrize("kind", kinds)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_no_number_reaches_its_own_token_and_row_only(bad: float) -> None:
-    weight, x = bfloats(0, 40, 33), bfloats(1, 20, 33)
+def test_what_is_no_number_reaches_its_own_token_and_row_only(kind: str, bad: float) -> None:
+    weight, x = numbers(kind, 0, 40, 33), numbers(kind, 1, 20, 33)
     x[3, 32], weight[36, 0] = bad, bad
     finite = tiled(weight)(x).isfinite()
     expected = torch.ones(20, 40, dtype=torch.bool)
@@ -78,18 +100,61 @@ def test_what_is_no_number_reaches_its_own_token_and_row_only(bad: float) -> Non
     assert torch.equal(finite, expected)
 
 
-@needs_pairs
-def test_matrices_are_kept_once() -> None:
-    sizes = [(96, 64), (33, 5)]
-    matrices = linears(sizes, [bfloats(0, *size) for size in sizes], [None, None], bfloats(0, 1))
+@pytest.mark.parametrize("kind", kinds)
+def test_matrices_are_kept_once_in_the_fewest_bytes_that_lose_nothing(kind: str) -> None:
+    sizes, (dtype, item_bytes) = [(96, 64), (33, 5)], KINDS[kind]
+    matrices = linears(sizes, [numbers(kind, 0, *size) for size in sizes], [None, None], torch.zeros(1, dtype=dtype))
     assert [type(matrix) for matrix in matrices] == [TiledMatrix] * 2
-    assert [matrix.nbytes for matrix in matrices] == [2 * 96 * 64, 2 * 64 * 6]
+    assert [matrix.nbytes for matrix in matrices] == [item_bytes * 96 * 64, item_bytes * 64 * 6]
     assert matrices[1].address == matrices[0].address + matrices[0].nbytes  # type: ignore[attr-defined]
 
 
-def test_other_types_and_other_processors_multiply_by_a_library() -> None:
-    weights = [torch.randn(8, 6)]
-    assert [type(matrix) for matrix in linears([(8, 6)], weights, [None], weights[0])] == [DenseMatrix]
-    with patch.object(llama, "number_type", lambda _: np.float32(0)):  # AVX512 alone
-        [matrix] = linears([(8, 6)], [weights[0].bfloat16()], [None], weights[0].bfloat16())
-    assert type(matrix) is DenseMatrix
+def test_on_other_processors_a_library_multiplies() -> None:
+    weight = torch.randn(8, 6)
+    with patch.object(llama, "can_multiply_tiles", lambda dtype: False):
+        for like in (weight, weight.bfloat16()):
+            assert [type(matrix) for matrix in linears([(8, 6)], [like], [None], like)] == [DenseMatrix]
+    with patch.object(product, "number_type", lambda dtype: np.float32(0)):  # AVX512 alone
+        assert not can_multiply_tiles(torch.bfloat16)
+
+
+# --- The same product on other processors ---------------------------------------------------------------
+
+
+def module_of(kind: type[FloatProduct], count: int, vectors: int) -> str:
+    """LLVM code of a function that multiplies a tile by `count` tokens, `vectors` of its vectors at a time."""
+    module = ir.Module()
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 5), "multiply")
+    builder = ir.IRBuilder(function.append_basic_block())
+    with patch.object(product, "VECTORS", vectors):
+        kind(builder).write(count, *function.args)  # type: ignore[no-untyped-call]
+    builder.ret_void()
+    return str(module)
+
+
+@pytest.mark.parametrize("kind", [FloatProduct, WideningProduct])
+@pytest.mark.parametrize("count", [6, 4, 2, 1])
+def test_with_fewer_registers_the_sums_of_a_tile_are_the_same(kind: type[FloatProduct], count: int) -> None:
+    pairs, random = 5, np.random.default_rng(count)
+    module = binding.parse_assembly(module_of(kind, count, 1))
+    target = binding.Target.from_default_triple().create_target_machine(features="+avx2,+fma")
+    engine = binding.create_mcjit_compiler(module, target)
+    multiply = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(engine.get_function_address("multiply"))
+    weight = torch.from_numpy(random.normal(size=(ROWS, 2 * pairs)).astype(np.float32)).bfloat16().float()
+    if kind is FloatProduct:
+        weight *= 1.1
+    x = random.normal(size=(pairs, count, 2)).astype(np.float32)
+    out = np.full((count, ROWS), np.nan, np.float32)
+    matrix = tiled(weight)
+    multiply(matrix.address, x.ctypes.data, pairs, out.ctypes.data, out.strides[0])
+    assert_close(torch.from_numpy(out), torch.from_numpy(x.transpose(1, 0, 2).reshape(count, -1)), weight)
+
+
+@pytest.mark.parametrize("kind", [FloatProduct, WideningProduct])
+def test_the_product_in_float32_is_compiled_for_arm_without_calls(kind: type[FloatProduct]) -> None:
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    target = binding.Target.from_triple("aarch64-linux-gnu").create_target_machine(opt=3)
+    lines = target.emit_assembly(binding.parse_assembly(module_of(kind, 6, 1))).splitlines()
+    assert sum("fmla" in line for line in lines) >= 2 * 6 * 4  # two inputs, 6 tokens, 4 vectors of 4 rows
+    assert not any(line.split()[:1] == ["bl"] for line in lines)

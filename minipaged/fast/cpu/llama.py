@@ -1,9 +1,9 @@
 """The parts of a Llama around its attention, on a CPU: matrix products, and fused compiled loops between them.
 
-Matrices of bfloat16 are in tiles, where the processor has instructions for them (`product.py`). The rest of this text
-is about float32 and other processors. A matrix product is bound by reading the weights for one token, and by arithmetic
-for many, and no routine of a library is good at both (all matrices of SmolLM2-135M once, AMD EPYC with 2 cores,
-bfloat16 / float32):
+Matrices are in tiles where the processor has instructions for them (`product.py`): AVX512_BF16 for bfloat16, AVX2 with
+FMA or ARM's for float32. The rest of this text is about other processors. A matrix product is bound by reading the
+weights for one token, and by arithmetic for many, and no routine of a library is good at both (all matrices of
+SmolLM2-135M once, AMD EPYC with 2 cores, bfloat16 / float32):
 
 | | 1 token | 32 tokens |
 |---|---|---|
@@ -18,10 +18,8 @@ So these matrices are kept twice, as rows and in oneDNN's layout, which trades m
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Iterable, Sequence
-from itertools import starmap
 
 import numba
 import numpy as np
@@ -33,8 +31,7 @@ from minipaged.fast.cpu.attention import FASTMATH, exponential
 from minipaged.fast.cpu.bfloat16 import array_at, as_array, narrow, widen
 from minipaged.fast.cpu.kernel_cache import inner, kernel, loop
 from minipaged.fast.cpu.packed import PackedMatrix, Room
-from minipaged.fast.cpu.product import TiledMatrix, num_elements
-from minipaged.fast.cpu.vectors import number_type
+from minipaged.fast.cpu.product import ROWS, TiledMatrix, can_multiply_tiles, num_bytes
 from minipaged.fast.kernels import Matrix
 from minipaged.fast.linear import quantizing
 from minipaged.models.quantized.stored import StoredMatrix
@@ -64,27 +61,21 @@ def linears(
     matrices in bfloat16: 8.0 ms, instead of 9.6 ms with a piece of memory for each matrix). Packed weights stay packed.
     """
     prepared: list[Matrix] = []
-    tiled = in_tiles(like.dtype)
-    size_of = num_elements if tiled else operator.mul
-    # The system provides memory only for pages that are written.
-    room, packed_room = np.empty(sum(starmap(size_of, sizes)), as_array(like).dtype), Room()
-    for (rows, columns), weight, bias in zip(sizes, weights, biases, strict=True):
+    tiled = can_multiply_tiles(like.dtype)
+    # The most that the matrices can take. The system provides memory only for pages that are written.
+    most = sum((rows + ROWS) * (columns + 1) * like.itemsize for rows, columns in sizes)
+    room, packed_room = np.empty(most, np.uint8), Room()
+    for weight, bias in zip(weights, biases, strict=True):
         if isinstance(weight, StoredMatrix):
             prepared.append(quantizing(PackedMatrix(weight, bias, like.dtype, packed_room), weight.activations))
             continue
-        part, room = np.split(room, [size_of(rows, columns)])
+        part, room = np.split(room, [num_bytes(weight) if tiled else weight.nbytes])
         if tiled:
             prepared.append(TiledMatrix(weight, bias, part))
             continue
-        part = part.reshape(rows, columns)
-        part[:] = as_array(weight)
-        prepared.append(DenseMatrix(torch.from_numpy(part).view(weight.dtype), bias))
+        kept = torch.from_numpy(part).view(weight.dtype).view(weight.shape)
+        prepared.append(DenseMatrix(kept.copy_(weight), bias))
     return prepared
-
-
-def in_tiles(dtype: torch.dtype) -> bool:
-    """Whether matrices of this type are kept in tiles here (`TiledMatrix`)."""
-    return dtype == torch.bfloat16 and isinstance(number_type(dtype), np.uint16)
 
 
 class DenseMatrix(Matrix):

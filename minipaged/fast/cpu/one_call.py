@@ -17,6 +17,7 @@ from typing import Any
 import numba
 import numpy as np
 import torch
+from numba import types
 from numba.extending import overload
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from minipaged.fast.cpu.attention import AS_IT_IS, KINDS, KernelPool, _decode, p
 from minipaged.fast.cpu.bfloat16 import array_at, as_array
 from minipaged.fast.cpu.kernel_cache import inner, kernel
 from minipaged.fast.cpu.kv_cache import _rope_and_write
-from minipaged.fast.cpu.llama import FEW, DenseMatrix, _add_rms_norm, _rms_norm, _swiglu, in_tiles, multiply
+from minipaged.fast.cpu.llama import FEW, DenseMatrix, _add_rms_norm, _rms_norm, _swiglu, multiply
 from minipaged.fast.cpu.product import TiledMatrix, multiply_tiles
 from minipaged.fast.cpu.threads import num_pieces
 from minipaged.fast.kernels import Layer, RunLayers
@@ -49,8 +50,12 @@ class OneCall(RunLayers):
         self._sizes = num_heads, layers[0].down.shape[1]
         self._angles, self._scale, self._eps = (cos.numpy(), sin.numpy()), np.float32(scale), eps
         self._number = pairs_or_floats(views[0][0].dtype, views[0][0].shape[3])
-        self._addresses = np.array([_addresses(*each) for each in zip(layers, views, strict=True)])  # [layers, 9] int64
-        self.most_tokens = sys.maxsize if isinstance(layers[0].down, TiledMatrix) else FEW
+        self._addresses = np.array(
+            [_addresses(*each) for each in zip(layers, views, strict=True)]
+        )  # [layers, 13] int64
+        tiled = isinstance(layers[0].down, TiledMatrix)
+        self._tiled = True if tiled else None  # of two types, so that numba compiles one of the two products
+        self.most_tokens = sys.maxsize if tiled else FEW
 
     def __call__(
         self, residual: Tensor, positions: Tensor, slots: Tensor, tables: Tensor, rows: Tensor, context_lens: Tensor
@@ -68,6 +73,7 @@ class OneCall(RunLayers):
             self._eps,
             (numba.get_num_threads(), num_pieces()),
             self._number,
+            self._tiled,
             as_array(x),
         )
         return x
@@ -84,26 +90,27 @@ def in_one_call(
 ) -> RunLayers | None:
     """See `minipaged.fast.kernels`."""
     matrices = [matrix for each in layers for matrix in (each.qkv, each.o, each.gate_up, each.down)]
-    kind = TiledMatrix if in_tiles(views[0][0].dtype) else DenseMatrix  # as `_multiply` expects
-    plain = all(isinstance(matrix, kind) and matrix.bias is None for matrix in matrices)
-    if not plain or KINDS[views[0][0].dtype] != AS_IT_IS:
+    alike = any(all(isinstance(matrix, kind) for matrix in matrices) for kind in (TiledMatrix, DenseMatrix))
+    if not alike or any(matrix.bias is not None for matrix in matrices) or KINDS[views[0][0].dtype] != AS_IT_IS:
         return None
     return OneCall(layers, views, num_heads, cos, sin, scale, eps)
 
 
 def _addresses(layer: Any, view: tuple[Tensor, Tensor]) -> list[int]:
-    """Return the addresses of a layer's weights, keys and values; 0 for norms of queries and keys that it lacks."""
-    matrices = (layer.qkv.address, layer.o.address, layer.gate_up.address, layer.down.address)
+    """Return the addresses of a layer's weights, keys and values; 0 for norms of queries and keys that it lacks. Then
+    the bytes that a weight of each matrix takes in tiles."""
+    matrices = (layer.qkv, layer.o, layer.gate_up, layer.down)
     norms = layer.input_norm.data_ptr(), layer.post_norm.data_ptr()
     between = 0 if layer.qk_norm is None else layer.qk_norm.data_ptr()
-    return [*norms, *matrices, *(each.data_ptr() for each in view), between]
+    sizes = (getattr(matrix, "item_bytes", 0) for matrix in matrices)
+    return [*norms, *(each.address for each in matrices), *(each.data_ptr() for each in view), between, *sizes]
 
 
 @kernel()
-def _run(layers, sizes, residual, angles, places, pool, where, scale, eps, numbers, number, x):
+def _run(layers, sizes, residual, angles, places, pool, where, scale, eps, numbers, number, tiled, x):
     """Overwrite residual [tokens, hidden], write the last layer's output to x [tokens, hidden]. angles: cos, sin
     [positions, head_dim / 2]. places: positions and slots, [tokens] each. numbers: of threads, and of the pieces of
-    attention."""
+    attention. tiled: whether the matrices are in tiles: True or None."""
     cos, sin = angles
     positions, slots = places
     num_threads, pieces = numbers
@@ -125,33 +132,57 @@ def _run(layers, sizes, residual, angles, places, pool, where, scale, eps, numbe
             _add_rms_norm(x, residual, input_norm, epsilon, normed)
         else:
             _rms_norm(residual, input_norm, epsilon, normed)
-        _multiply(_at(normed), tokens, qkv_weight, qkv_size, hidden, like, num_threads, _at(qkv))
+        _multiply(_at(normed), tokens, qkv_weight, layers[i, 9], qkv_size, hidden, like, tiled, num_threads, _at(qkv))
         to = keys, values, none, pool.block_stride, kv_heads, pool.block_size, None, none, layers[i, 8], eps
         _rope_and_write(qkv, cos, sin, positions, slots, *to, query)
         here = KernelPool(keys, values, 0, pool.block_stride, pool.head_stride, kv_heads, pool.block_size, pool.kind)
         _decode(query, here, where, scale, pieces, number, attended)
-        _multiply(_at(attended), tokens, o_weight, hidden, q_size, like, num_threads, _at(x))
+        _multiply(_at(attended), tokens, o_weight, layers[i, 10], hidden, q_size, like, tiled, num_threads, _at(x))
         _add_rms_norm(x, residual, post_norm, epsilon, normed)
-        _multiply(_at(normed), tokens, gate_up_weight, 2 * intermediate, hidden, like, num_threads, _at(gate_up))
+        _multiply(
+            _at(normed),
+            tokens,
+            gate_up_weight,
+            layers[i, 11],
+            2 * intermediate,
+            hidden,
+            like,
+            tiled,
+            num_threads,
+            _at(gate_up),
+        )
         _swiglu(gate_up, activated)
-        _multiply(_at(activated), tokens, down_weight, hidden, intermediate, like, num_threads, _at(x))
+        _multiply(
+            _at(activated), tokens, down_weight, layers[i, 12], hidden, intermediate, like, tiled, num_threads, _at(x)
+        )
 
 
-def _multiply(x: Any, tokens: Any, weight: Any, rows: Any, inputs: Any, like: Any, num_threads: Any, out: Any) -> None:
+def _multiply(
+    x: Any,
+    tokens: Any,
+    weight: Any,
+    item_bytes: Any,
+    rows: Any,
+    inputs: Any,
+    like: Any,
+    tiled: Any,
+    num_threads: Any,
+    out: Any,
+) -> None:
     """Multiply x [tokens, inputs] by a matrix [rows, inputs] to out [tokens, rows], given by their addresses. Only for
-    compiled code: numba selects the product by the type of `like`."""
+    compiled code: numba selects the product by the type of `tiled`."""
     raise NotImplementedError("for compiled code")
 
 
 @overload(_multiply)
-def _multiply_as(x, tokens, weight, rows, inputs, like, num_threads, out):
-    if in_tiles(torch.bfloat16 if like.bitwidth == 16 else torch.float32):
-        return lambda x, tokens, weight, rows, inputs, like, num_threads, out: multiply_tiles(
-            x, tokens, weight, rows, inputs, num_threads, out
-        )
-    return lambda x, tokens, weight, rows, inputs, like, num_threads, out: multiply(
-        x, tokens, weight, rows, inputs, like, num_threads, out
-    )
+def _multiply_as(x, tokens, weight, item_bytes, rows, inputs, like, tiled, num_threads, out):
+    def by_rows(x, tokens, weight, item_bytes, rows, inputs, like, tiled, num_threads, out):
+        multiply(x, tokens, weight, rows, inputs, like, num_threads, out)
+
+    def by_tiles(x, tokens, weight, item_bytes, rows, inputs, like, tiled, num_threads, out):
+        multiply_tiles(x, tokens, weight, item_bytes, rows, inputs, like, num_threads, out)
+
+    return by_rows if tiled == types.none else by_tiles
 
 
 @inner(inline="always")

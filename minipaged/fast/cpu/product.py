@@ -1,21 +1,31 @@
-"""Matrix products in bfloat16 with the processor's own instructions, for any number of tokens.
+"""Matrix products with the processor's own instructions, for any number of tokens, in bfloat16 and float32.
 
 The weights are kept once, in tiles of 32 rows. A tile has the first two inputs of all its rows, then the next two, and
-so on, so that a vector holds a pair of inputs for each of 16 rows. One instruction (vdpbf16ps) multiplies it by two
-inputs of a token and adds both products to 16 float32 sums, one for each row. The sums of 14 tokens by 32 rows stay in
-registers while the tile is read once, from its beginning to its end. So with 14 tokens each weight is loaded once and
-multiplied 14 times. With a few tokens, reading the weights from memory is the limit.
+so on, so that a vector holds a pair of inputs for each of 16 rows. In bfloat16 one instruction (vdpbf16ps) multiplies
+it by two inputs of a token and adds both products to 16 float32 sums, one for each row. The sums of 14 tokens by 32
+rows stay in registers while the tile is read once, from its beginning to its end. So with 14 tokens each weight is
+loaded once and multiplied 14 times. With a few tokens, reading the weights from memory is the limit.
+
+In float32 the weights are bfloat16 too if nothing is lost: most checkpoints have no more bits. A vector of pairs is
+then widened to two vectors of float32. One token reads half the memory, and the result is the same.
 
 Each sum adds its products in the order of the inputs. It does not depend on the other tokens of the batch, nor on the
 number of threads: a token gets the same bits alone and among others.
 
-The four matrices of all 30 layers of SmolLM2-135M once, in milliseconds, on 2 cores of an AMD EPYC (Zen 4), the best of
-6 turns with the library's way (`llama.DenseMatrix`):
+The four matrices of all 30 layers of SmolLM2-135M once, in milliseconds, on 2 cores of an AMD EPYC (Zen 4). The
+library's way is `llama.DenseMatrix`: a loop over rows for one token, oneDNN for more. bfloat16: the best of 6 turns;
+float32: of 3. For AVX2, numba and oneDNN were told to use nothing newer.
 
-| tokens | 1 | 2 | 4 | 8 | 14 | 24 | 32 | 56 | 512 |
-|---|---|---|---|---|---|---|---|---|---|
-| in tiles | 5.7 | 5.7 | 6.6 | 8.2 | 11.4 | 18.2 | 22.3 | 35.4 | 285 |
-| a loop over rows; oneDNN from 2 tokens on | 8.7 | 13.1 | 10.6 | 12.4 | 15.2 | 20.1 | 24.4 | 41.3 | 275 |
+| tokens | 1 | 4 | 8 | 14 | 24 | 56 | 512 |
+|---|---|---|---|---|---|---|---|
+| bfloat16, in tiles | 5.7 | 6.6 | 8.2 | 11.4 | 18.2 | 35.4 | 285 |
+| the library's | 8.7 | 10.6 | 12.4 | 15.2 | 20.1 | 41.3 | 275 |
+| float32, in tiles of bfloat16 | 7.3 | 8.4 | 12.7 | 18.6 | 28.8 | 67.0 | 541 |
+| in tiles of float32 | 13.6 | 13.8 | 14.7 | 19.2 | 28.2 | 64.3 | 528 |
+| the library's | 17.7 | 19.7 | 21.0 | 26.0 | 34.6 | 66.0 | 511 |
+| AVX2, in tiles of bfloat16 | 8.1 | 10.3 | 16.4 | 23.2 | 32.8 | 84.3 | 558 |
+| in tiles of float32 | 15.1 | 17.6 | 24.2 | 32.2 | 42.0 | 103 | 568 |
+| the library's | 11.1 to 14.7 | 26.8 | 31.9 | 37.5 | 46.4 | 97.7 | 562 |
 
 docs/tuning.md ("Matrices in tiles") has what was tried.
 """
@@ -24,43 +34,56 @@ docs/tuning.md ("Matrices in tiles") has what was tried.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numba
 import numpy as np
 import torch
+from llvmlite import ir
 from numba import prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from minipaged.fast.cpu.bfloat16 import array_at
+from minipaged.fast.cpu.bfloat16 import array_at, as_array
 from minipaged.fast.cpu.kernel_cache import inner, kernel
-from minipaged.fast.cpu.vectors import BITS32, BITS64, LANES, PAIRS, Vectors
+from minipaged.fast.cpu.vectors import BITS32, BITS64, FLOATS, HAS_FMA, INTEGERS, LANES, PAIRS, Vectors, number_type
 from minipaged.fast.kernels import Matrix
 
 ROWS = 2 * LANES
 """The number of rows of a tile."""
-BLOCKS = (14, 8, 4, 2, 1)
-"""How many tokens can share the registers. 14 times 2 sums, 2 vectors of weights and a pair of inputs fill 31 of 32."""
-GROUP = 4 * BLOCKS[0]
-"""The number of tokens for which a thread reads a tile before the next one. Their inputs stay in its cache."""
-PAIR_BYTES, TILE_BYTES = 4, 4 * ROWS
-"""The size of two inputs of a token, and of the weights of a tile for them."""
+HAS_WIDE_VECTORS = number_type(torch.float32) is not None
+VECTORS = 2 if HAS_WIDE_VECTORS else 1
+"""The number of vectors of rows whose sums share the registers."""
+PAIRS_TOGETHER, FLOATS_TOGETHER = 14, 12 if HAS_WIDE_VECTORS else 6
+"""The most tokens whose sums share the registers, in bfloat16 and in float32. 14 times 2 sums, 2 vectors of weights and
+a pair of inputs fill 31 registers of 32. Widening weights takes a few more. With vectors of 256 bits, one of 16 rows
+takes 2 of 16 registers: 6 sums, a vector of weights and an input fill 15."""
+FEWER = (8, 4, 2, 1)
+"""The numbers of tokens of the smaller blocks."""
+GROUP_BLOCKS = 4
+"""The number of blocks for which a thread reads a tile before the next one. Their inputs stay in its cache."""
 
 
 class TiledMatrix(Matrix):
-    """A matrix [out, in] of bfloat16 in tiles, and its bias [out] if it has one."""
+    """A matrix [out, in] in tiles, and its bias [out] if it has one."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, room: np.ndarray[Any, Any]) -> None:
-        """`weight`: [out, in] bfloat16. `room`: [`num_elements(out, in)`] uint16, which will hold the tiles."""
+        """`weight`: [out, in] float32 or bfloat16. `room`: [`num_bytes(weight)`] uint8, which will hold the tiles."""
         self.shape = len(weight), weight.shape[1]
         self.bias = bias
-        self._tiles = torch.from_numpy(room).view(torch.bfloat16).view(_num_tiles(len(weight)), -1, ROWS, 2)
-        self.nbytes = self._tiles.nbytes
-        self.address = self._tiles.data_ptr()
+        self._like = as_array(weight[:1, :1])[0, 0]
+        self.item_bytes = _item_bytes(weight)
+        """Bytes of a weight: 2 for bfloat16, 4 for float32."""
+        # [tiles, pairs, ROWS, 2], in this order in bfloat16. In float32 the first inputs of all rows come first.
+        if self.item_bytes == 2:
+            tiles = torch.from_numpy(room).view(torch.bfloat16).view(_num_tiles(len(weight)), -1, ROWS, 2)
+        else:
+            tiles = torch.from_numpy(room).view(torch.float32).view(_num_tiles(len(weight)), -1, 2, ROWS).mT
+        self._tiles, self.nbytes, self.address = tiles, tiles.nbytes, tiles.data_ptr()
+        self._dtype = weight.dtype
         pairs, odd = divmod(weight.shape[1], 2)
-        for tile, part in zip(self._tiles, weight.split(ROWS), strict=True):
+        for tile, part in zip(tiles, weight.split(ROWS), strict=True):
             if odd or len(part) < ROWS:
                 tile.zero_()
             tile[:pairs, : len(part)] = part[:, : 2 * pairs].reshape(len(part), pairs, 2).transpose(0, 1)
@@ -68,17 +91,33 @@ class TiledMatrix(Matrix):
                 tile[pairs, : len(part), 0] = part[:, -1]
 
     def rows(self, ids: Tensor) -> Tensor:
-        return self._tiles[ids // ROWS, :, ids % ROWS].flatten(1)[:, : self.shape[1]].contiguous()
+        return self._tiles[ids // ROWS, :, ids % ROWS].flatten(1)[:, : self.shape[1]].to(self._dtype).contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
         x, out = x.contiguous(), torch.empty(len(x), self.shape[0], dtype=x.dtype)
-        multiply_tiles(x.data_ptr(), len(x), self.address, *self.shape, numba.get_num_threads(), out.data_ptr())
+        threads = numba.get_num_threads()
+        multiply_tiles(
+            *(x.data_ptr(), len(x), self.address, self.item_bytes, *self.shape, self._like, threads, out.data_ptr())
+        )
         return out if self.bias is None else out.add_(self.bias)
 
 
-def num_elements(rows: int, inputs: int) -> int:
-    """The number of bfloat16 that a matrix takes in tiles."""
-    return _num_tiles(rows) * ROWS * (inputs + inputs % 2)
+def can_multiply_tiles(dtype: torch.dtype) -> bool:
+    """Whether this processor has instructions for tiles with inputs of this type."""
+    return isinstance(number_type(dtype), np.uint16) if dtype == torch.bfloat16 else HAS_FMA
+
+
+def num_bytes(weight: Tensor) -> int:
+    """The number of bytes that a matrix [out, in] takes in tiles."""
+    return _num_tiles(len(weight)) * ROWS * (weight.shape[1] + weight.shape[1] % 2) * _item_bytes(weight)
+
+
+def _item_bytes(weight: Tensor) -> int:
+    """2 if the weights are bfloat16, or float32 without any more bits, as in most checkpoints; else 4."""
+    if weight.dtype == torch.bfloat16:
+        return 2
+    lower_halves = weight.contiguous().numpy().view(np.uint16)[:, ::2]
+    return 4 if lower_halves.any() else 2
 
 
 def _num_tiles(rows: int) -> int:
@@ -86,46 +125,50 @@ def _num_tiles(rows: int) -> int:
 
 
 @kernel(parallel=True)
-def multiply_tiles(x_address, tokens, tiles_address, rows, inputs, num_threads, out_address):
-    """Multiply x [tokens, inputs] by a matrix in tiles to out [tokens, rows], all bfloat16. Each is passed as an
-    address, because making an array of it takes microseconds."""
-    x = array_at(x_address, tokens * inputs, np.uint16(0)).reshape(tokens, inputs)
+def multiply_tiles(x_address, tokens, tiles_address, item_bytes, rows, inputs, like, num_threads, out_address):
+    """Multiply x [tokens, inputs] by a matrix in tiles to out [tokens, rows], both of the type of `like`. Each is
+    passed as an address, because making an array of it takes microseconds."""
+    x = array_at(x_address, tokens * inputs, like).reshape(tokens, inputs)
     pairs = (inputs + 1) // 2
-    by_pair = np.empty(tokens * pairs, np.uint32)  # block after block: [pairs, tokens of the block]
-    whole = tokens // BLOCKS[0]
-    if tokens > GROUP:
+    by_pair = np.empty(2 * tokens * pairs, x.dtype)  # block after block: [pairs, tokens of the block, 2]
+    most = PAIRS_TOGETHER if x.itemsize == 2 else FLOATS_TOGETHER
+    whole = tokens // most
+    if whole > GROUP_BLOCKS:
         for block in prange(whole):
-            _arrange(x, block * BLOCKS[0], BLOCKS[0], by_pair)
+            _arrange(x, block * most, most, by_pair)
     else:
         for block in range(whole):
-            _arrange(x, block * BLOCKS[0], BLOCKS[0], by_pair)
-    token = whole * BLOCKS[0]
+            _arrange(x, block * most, most, by_pair)
+    token = whole * most
     while token < tokens:
-        token += _arrange(x, token, _block_size(tokens - token), by_pair)
+        token += _arrange(x, token, _block_size(tokens - token, most), by_pair)
     num_tiles = (rows + ROWS - 1) // ROWS
     for thread in prange(num_threads):
-        begin = _part_at(thread, num_threads, num_tiles, tokens)
-        end = _part_at(thread + 1, num_threads, num_tiles, tokens)
-        _multiply_parts(begin, end, by_pair.ctypes.data, tokens, tiles_address, num_tiles, rows, pairs, out_address)
+        begin = _part_at(thread, num_threads, num_tiles, tokens, GROUP_BLOCKS * most)
+        end = _part_at(thread + 1, num_threads, num_tiles, tokens, GROUP_BLOCKS * most)
+        _multiply_parts(
+            *(begin, end, by_pair.ctypes.data, tokens, most),
+            *(tiles_address, item_bytes, num_tiles, rows, pairs, like, out_address),
+        )
 
 
 @inner()
-def _part_at(thread, num_threads, num_tiles, tokens):
+def _part_at(thread, num_threads, num_tiles, tokens, group):
     """The first part of a thread. A part is a tile for a group of tokens; the last group may be small, so each thread
     gets an equal number of products of a tile and a token."""
     products = num_tiles * tokens * thread // num_threads
-    group = products // (num_tiles * GROUP)
-    size = max(1, min(GROUP, tokens - group * GROUP))
-    return group * num_tiles + (products - group * num_tiles * GROUP) // size
+    before = products // (num_tiles * group)  # groups
+    size = max(1, min(group, tokens - before * group))
+    return before * num_tiles + (products - before * num_tiles * group) // size
 
 
 @inner()
-def _block_size(tokens):
-    """The number of tokens of the next block, if `tokens` are left."""
-    size = BLOCKS[0]
-    for smaller in BLOCKS[1:]:
-        if size > tokens:
-            size = smaller
+def _block_size(left, most):
+    """The number of tokens of the next block, if `left` tokens are left."""
+    size = most
+    for fewer in FEWER:
+        if size > left:
+            size = fewer
     return size
 
 
@@ -133,70 +176,141 @@ def _block_size(tokens):
 def _arrange(x, first, size, by_pair):
     """Write the inputs of a block of tokens, pair after pair. Returns the size of the block."""
     inputs = x.shape[1]
-    to = first * ((inputs + 1) // 2)
+    to = first * (inputs + inputs % 2)
     for pair in range(inputs // 2):
         for token in range(first, first + size):
-            by_pair[to] = np.uint32(x[token, 2 * pair]) | np.uint32(x[token, 2 * pair + 1]) << np.uint32(16)
-            to += 1
+            by_pair[to], by_pair[to + 1] = x[token, 2 * pair], x[token, 2 * pair + 1]
+            to += 2
     if inputs % 2:
         for token in range(first, first + size):
-            by_pair[to] = np.uint32(x[token, inputs - 1])
-            to += 1
+            by_pair[to], by_pair[to + 1] = x[token, inputs - 1], 0
+            to += 2
     return size
 
 
 @inner()
-def _multiply_parts(begin, end, x, tokens, tiles, num_tiles, rows, pairs, out):
+def _multiply_parts(begin, end, x, tokens, most, tiles, item_bytes, num_tiles, rows, pairs, like, out):
     """Multiply tiles by groups of tokens: parts `begin` to `end` - 1, all tiles of a group one after another."""
-    last = np.empty((BLOCKS[0], ROWS), np.uint16)  # of a tile that is not full
+    last = np.empty((most, ROWS), array_at(out, 1, like).dtype)  # of a tile that is not full
+    size_of = last.itemsize
     for part in range(begin, end):
-        tile, token = part % num_tiles, part // num_tiles * GROUP
+        tile, token = part % num_tiles, part // num_tiles * GROUP_BLOCKS * most
         there = min(ROWS, rows - tile * ROWS)
-        past = min(tokens, token + GROUP)
+        past = min(tokens, token + GROUP_BLOCKS * most)
         while token < past:
-            size: Any = _block_size(past - token)
-            to, stride = out + 2 * (token * rows + tile * ROWS), 2 * rows
+            size: Any = _block_size(past - token, most)
+            to, stride = out + size_of * (token * rows + tile * ROWS), size_of * rows
             if there < ROWS:
-                to, stride = np.int64(last.ctypes.data), np.int64(2 * ROWS)
-            _multiply_block(size, tiles + tile * pairs * TILE_BYTES, x + token * pairs * PAIR_BYTES, pairs, to, stride)
+                to, stride = np.int64(last.ctypes.data), np.int64(size_of * ROWS)
+            first_weight, first_input = tiles + tile * pairs * 2 * ROWS * item_bytes, x + token * pairs * 2 * size_of
+            _multiply_block(size, item_bytes, first_weight, first_input, pairs, to, stride, like)
             if there < ROWS:
                 for i in range(size):
-                    row = array_at(out + 2 * ((token + i) * rows + tile * ROWS), there, np.uint16(0))
+                    row = array_at(out + size_of * ((token + i) * rows + tile * ROWS), there, like)
                     for j in range(there):
                         row[j] = last[i, j]
             token += size
 
 
 @intrinsic
-def _multiply_block(typingctx, size, tile, x, pairs, out, stride):
-    """Multiply a tile by a block of `size` tokens, one of `BLOCKS`. tile, x and out are addresses; `stride`: bytes from
-    one token of `out` to the next."""
+def _multiply_block(typingctx, size, item_bytes, tile, x, pairs, out, stride, like):
+    """Multiply a tile by a block of `size` tokens, a result of `_block_size`. tile, x and out are addresses; `stride`:
+    bytes from one token of `out` to the next."""
+    if like == types.uint16:
+        products: dict[int, type[Product]] = {2: PairProduct}
+        most = PAIRS_TOGETHER
+    else:
+        products = {2: WideningProduct, 4: FloatProduct}
+        most = FLOATS_TOGETHER
 
     def codegen(context, builder, signature, arguments):
-        product = Product(builder)
-        for count in BLOCKS:
-            with builder.if_then(builder.icmp_unsigned("==", arguments[0], BITS64(count))):
-                product.write(count, *arguments[1:])
+        for count in (most, *(fewer for fewer in FEWER if fewer < most)):
+            for bytes_of_weight, product in products.items():
+                is_it = builder.and_(
+                    builder.icmp_unsigned("==", arguments[0], BITS64(count)),
+                    builder.icmp_unsigned("==", arguments[1], BITS64(bytes_of_weight)),
+                )
+                with builder.if_then(is_it):
+                    product(builder).write(count, *arguments[2:-1])
         return context.get_dummy_value()
 
-    return types.none(*[types.int64] * 6), codegen
+    return types.none(*[types.int64] * 7, like), codegen
 
 
 class Product(Vectors):
     """Writes the product of a tile and a block of tokens as LLVM code."""
 
+    input_bytes: ClassVar[int]
+    """The size of an input and of a result."""
+    weight_bytes: ClassVar[int]
+
     def write(self, count, tile, x, pairs, out, stride) -> None:
+        together = VECTORS if count > 2 else ROWS // LANES  # sums of one or two tokens leave registers free
+        for first in range(0, ROWS // LANES, together):
+            self.write_rows(range(first, first + together), count, tile, x, pairs, out, stride)
+
+    def write_rows(self, vectors, count, tile, x, pairs, out, stride) -> None:
+        """Write the product of some of the tile's vectors of rows."""
         b = self.builder
-        sums = [[self.variable(), self.variable()] for _ in range(count)]
+        sums = [[self.variable() for _ in vectors] for _ in range(count)]
         with cgutils.for_range(b, pairs) as loop:
-            at = self.place(tile, loop.index, TILE_BYTES)
-            weights = [self.load(at, PAIRS, i * TILE_BYTES // 2) for i in range(2)]
-            inputs = self.place(x, loop.index, PAIR_BYTES * count)
-            for token, totals in enumerate(sums):
-                pair = self.spread(self.load(inputs, BITS32, PAIR_BYTES * token))
-                for total, vector in zip(totals, weights, strict=True):
-                    self.add_product(total, vector, pair)
+            weights = self.place(tile, loop.index, 2 * ROWS * self.weight_bytes)
+            inputs = self.place(x, loop.index, 2 * count * self.input_bytes)
+            self.add_pair(weights, vectors, inputs, sums)
         for token, totals in enumerate(sums):
             to = b.add(out, b.mul(stride, BITS64(token)))
-            for i, total in enumerate(totals):
-                self.store(self.as_bfloats(b.load(total)), to, i * 2 * LANES)
+            for i, total in zip(vectors, totals, strict=True):
+                self.store(self.rounded(b.load(total)), to, i * LANES * self.input_bytes)
+
+    def add_pair(self, weights, vectors, inputs, sums) -> None:
+        """Add the products of the tokens' next two inputs. weights, inputs: addresses."""
+        raise NotImplementedError
+
+    def add(self, weights, x, totals) -> None:
+        """Add the products of one token's input, or two of them."""
+        for total, vector in zip(totals, weights, strict=True):
+            self.add_product(total, vector, self.spread(x))
+
+    def rounded(self, x):
+        return x
+
+
+class PairProduct(Product):
+    """The product in bfloat16: one instruction multiplies both inputs of a pair."""
+
+    input_bytes = weight_bytes = 2
+
+    def add_pair(self, weights, vectors, inputs, sums) -> None:
+        both = [self.load(weights, PAIRS, 4 * LANES * i) for i in vectors]
+        for token, totals in enumerate(sums):
+            self.add(both, self.load(inputs, BITS32, 4 * token), totals)
+
+    def rounded(self, x):
+        return self.as_bfloats(x)
+
+
+class FloatProduct(Product):
+    """The product in float32."""
+
+    input_bytes = weight_bytes = 4
+
+    def add_pair(self, weights, vectors, inputs, sums) -> None:
+        for number in range(2):
+            wide = [self.weights(weights, i, number) for i in vectors]
+            for token, totals in enumerate(sums):
+                self.add(wide, self.load(inputs, ir.FloatType(), 4 * (2 * token + number)), totals)
+
+    def weights(self, address, vector, number):
+        """Return weights of 16 rows for one of two inputs."""
+        return self.load(address, FLOATS, 4 * (number * ROWS + vector * LANES))
+
+
+class WideningProduct(FloatProduct):
+    """The product of inputs in float32 and weights in bfloat16, which a shift or a mask turns into float32."""
+
+    weight_bytes = 2
+
+    def weights(self, address, vector, number):
+        b, both = self.builder, self.load(address, INTEGERS, 4 * LANES * vector)
+        bits = b.and_(both, self.all_of(INTEGERS, 0xFFFF0000)) if number else b.shl(both, self.all_of(INTEGERS, 16))
+        return b.bitcast(bits, FLOATS)

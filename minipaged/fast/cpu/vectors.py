@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import platform
 from typing import Any
 
 import numpy as np
@@ -48,10 +49,18 @@ def number_type(dtype: torch.dtype) -> Any:
     The processor's features are read from numba, because NUMBA_CPU_FEATURES may restrict them. numba stores compiled
     kernels separately for each set of features.
     """
-    features = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
-    if dtype == torch.bfloat16 and {"+avx512bf16", "+avx512bw"} <= set(features):
+    features = _features()
+    if dtype == torch.bfloat16 and {"+avx512bf16", "+avx512bw"} <= features:
         return np.uint16(0)
     return np.float32(0) if "+avx512f" in features else None
+
+
+def _features() -> set[str]:
+    return set(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
+
+
+HAS_FMA = "+fma" in _features() or platform.machine() in ("aarch64", "arm64")
+"""Whether one instruction multiplies and adds. (LLVM divides a vector of 16 floats into as many as it takes here.)"""
 
 
 class Vectors:

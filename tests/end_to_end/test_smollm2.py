@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -32,12 +33,16 @@ pytestmark = pytest.mark.model
 @pytest.mark.parametrize("num_tokens", [1, 2, CHUNK])
 @pytest.mark.parametrize(("rows", "columns"), [(960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576)], ids=str)
 def test_a_matrix_of_this_size_gives_the_same_however_it_is_laid_out(rows: int, columns: int, num_tokens: int):
-    """For one token and for many: as rows and in oneDNN's layout, and in tiles, as the model is served below."""
+    """For one token and for many: in oneDNN's layout, without oneDNN, and in tiles, as the model is served below."""
     random = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(size, columns, generator=random) for size in (rows, num_tokens))
     in_tiles = TiledMatrix(weight, None, np.empty(num_bytes(weight), np.uint8))
+    laid_out = DenseMatrix(weight, None)
+    with patch.object(torch.backends.mkldnn, "is_available", lambda: False):
+        as_rows = DenseMatrix(weight, None)
+    assert as_rows._packed is None
     expected = x @ weight.T
-    for matrix in (DenseMatrix(weight, None), in_tiles):
+    for matrix in (laid_out, as_rows, in_tiles):
         assert (matrix(x) - expected).norm() <= 1e-6 * expected.norm()
 
 

@@ -121,12 +121,12 @@ def test_on_other_processors_a_library_multiplies() -> None:
 # --- The same product on other processors ---------------------------------------------------------------
 
 
-def module_of(kind: type[FloatProduct], count: int, vectors: int) -> str:
-    """LLVM code of a function that multiplies a tile by `count` tokens, `vectors` of its vectors at a time."""
+def module_of(kind: type[FloatProduct], count: int) -> str:
+    """LLVM code of a function that multiplies a tile by `count` tokens, as without vectors of 512 bits."""
     module = ir.Module()
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 5), "multiply")
     builder = ir.IRBuilder(function.append_basic_block())
-    with patch.object(product, "VECTORS", vectors):
+    with patch.object(product, "VECTORS", 1):
         kind(builder).write(count, *function.args)  # type: ignore[no-untyped-call]
     builder.ret_void()
     return str(module)
@@ -136,7 +136,7 @@ def module_of(kind: type[FloatProduct], count: int, vectors: int) -> str:
 @pytest.mark.parametrize("count", [6, 4, 2, 1])
 def test_with_fewer_registers_the_sums_of_a_tile_are_the_same(kind: type[FloatProduct], count: int) -> None:
     pairs, random = 5, np.random.default_rng(count)
-    module = binding.parse_assembly(module_of(kind, count, 1))
+    module = binding.parse_assembly(module_of(kind, count))
     target = binding.Target.from_default_triple().create_target_machine(features="+avx2,+fma")
     engine = binding.create_mcjit_compiler(module, target)
     multiply = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(engine.get_function_address("multiply"))
@@ -155,6 +155,6 @@ def test_the_product_in_float32_is_compiled_for_arm_without_calls(kind: type[Flo
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
     target = binding.Target.from_triple("aarch64-linux-gnu").create_target_machine(opt=3)
-    lines = target.emit_assembly(binding.parse_assembly(module_of(kind, 6, 1))).splitlines()
+    lines = target.emit_assembly(binding.parse_assembly(module_of(kind, 6))).splitlines()
     assert sum("fmla" in line for line in lines) >= 2 * 6 * 4  # two inputs, 6 tokens, 4 vectors of 4 rows
     assert not any(line.split()[:1] == ["bl"] for line in lines)

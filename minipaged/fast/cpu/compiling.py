@@ -32,7 +32,7 @@ from minipaged.fast.cpu.kernel_cache import KernelCache
 from minipaged.fast.cpu.one_call import _run
 from minipaged.fast.cpu.prefill import _prefill, _read_heads
 from minipaged.fast.cpu.sampling import _draw
-from minipaged.fast.cpu.vectors import number_type
+from minipaged.fast.cpu.vectors import HAS_VECTORS
 from minipaged.fast.kernels import Layer, Paged
 
 ROOT = Path(__file__).parents[3]
@@ -112,10 +112,9 @@ class CompileJob(NamedTuple):
     num_kernels: int
 
 
-HAS_VECTORS = number_type(torch.float32) is not None
-"""Whether numba may use vectors of 512 bits. Without them torch computes the matrix products of a prompt's attention,
-and only the kernel that reads keys and values is compiled."""
 PARTS = {
+    # Without vectors of 512 bits torch computes the matrix products of a prompt's attention, and only the kernel that
+    # reads keys and values is compiled.
     "prompts": CompileJob(prompts, _prefill, slice(1), 1)
     if HAS_VECTORS
     else CompileJob(prompts, _read_heads, slice(None), 1),

@@ -6,7 +6,7 @@ it by two inputs of a token and adds both products to 16 float32 sums, one for e
 rows stay in registers while the tile is read once, from its beginning to its end. So with 14 tokens each weight is
 loaded once and multiplied 14 times. With a few tokens, reading the weights from memory is the limit.
 
-In float32 the weights are bfloat16 too if nothing is lost: most checkpoints have no more bits. A vector of pairs is
+In float32 the weights are bfloat16 too if nothing is lost, as in a model that was published so. A vector of pairs is
 then widened to two vectors of float32. One token reads half the memory, and the result is the same.
 
 Each sum adds its products in the order of the inputs. It does not depend on the other tokens of the batch, nor on the
@@ -23,9 +23,9 @@ float32: of 3. For AVX2, numba and oneDNN were told to use nothing newer.
 | float32, in tiles of bfloat16 | 7.3 | 8.4 | 12.7 | 18.6 | 28.8 | 67.0 | 541 |
 | in tiles of float32 | 13.6 | 13.8 | 14.7 | 19.2 | 28.2 | 64.3 | 528 |
 | the library's | 17.7 | 19.7 | 21.0 | 26.0 | 34.6 | 66.0 | 511 |
-| AVX2, in tiles of bfloat16 | 8.1 | 10.3 | 16.4 | 23.2 | 32.8 | 84.3 | 558 |
-| in tiles of float32 | 15.1 | 17.6 | 24.2 | 32.2 | 42.0 | 103 | 568 |
-| the library's | 11.1 to 14.7 | 26.8 | 31.9 | 37.5 | 46.4 | 97.7 | 562 |
+| AVX2, in tiles of bfloat16 | 5.8 | 10.3 | 16.4 | 23.2 | 32.8 | 84.3 | 558 |
+| in tiles of float32 | 9.2 | 17.6 | 24.2 | 32.2 | 42.0 | 103 | 568 |
+| the library's | 10.6 to 14.8 | 26.8 | 31.9 | 37.5 | 46.4 | 97.7 | 562 |
 
 docs/tuning.md ("Matrices in tiles") has what was tried.
 """
@@ -47,15 +47,25 @@ from torch import Tensor
 
 from minipaged.fast.cpu.bfloat16 import array_at, as_array
 from minipaged.fast.cpu.kernel_cache import inner, kernel
-from minipaged.fast.cpu.vectors import BITS32, BITS64, FLOATS, HAS_FMA, INTEGERS, LANES, PAIRS, Vectors, number_type
+from minipaged.fast.cpu.vectors import (
+    BITS32,
+    BITS64,
+    FLOATS,
+    HAS_FMA,
+    HAS_VECTORS,
+    INTEGERS,
+    LANES,
+    PAIRS,
+    Vectors,
+    number_type,
+)
 from minipaged.fast.kernels import Matrix
 
 ROWS = 2 * LANES
 """The number of rows of a tile."""
-HAS_WIDE_VECTORS = number_type(torch.float32) is not None
-VECTORS = 2 if HAS_WIDE_VECTORS else 1
+VECTORS = 2 if HAS_VECTORS else 1
 """The number of vectors of rows whose sums share the registers."""
-PAIRS_TOGETHER, FLOATS_TOGETHER = 14, 12 if HAS_WIDE_VECTORS else 6
+PAIRS_TOGETHER, FLOATS_TOGETHER = 14, 12 if HAS_VECTORS else 6
 """The most tokens whose sums share the registers, in bfloat16 and in float32. 14 times 2 sums, 2 vectors of weights and
 a pair of inputs fill 31 registers of 32. Widening weights takes a few more. With vectors of 256 bits, one of 16 rows
 takes 2 of 16 registers: 6 sums, a vector of weights and an input fill 15."""
@@ -73,7 +83,7 @@ class TiledMatrix(Matrix):
         self.shape = len(weight), weight.shape[1]
         self.bias = bias
         self._like = as_array(weight[:1, :1])[0, 0]
-        self.item_bytes = _item_bytes(weight)
+        self.item_bytes = len(room) // _num_places(weight)
         """Bytes of a weight: 2 for bfloat16, 4 for float32."""
         # [tiles, pairs, ROWS, 2], in this order in bfloat16. In float32 the first inputs of all rows come first.
         if self.item_bytes == 2:
@@ -108,16 +118,17 @@ def can_multiply_tiles(dtype: torch.dtype) -> bool:
 
 
 def num_bytes(weight: Tensor) -> int:
-    """The number of bytes that a matrix [out, in] takes in tiles."""
-    return _num_tiles(len(weight)) * ROWS * (weight.shape[1] + weight.shape[1] % 2) * _item_bytes(weight)
-
-
-def _item_bytes(weight: Tensor) -> int:
-    """2 if the weights are bfloat16, or float32 without any more bits, as in most checkpoints; else 4."""
+    """The number of bytes that a matrix [out, in] takes in tiles: 2 for each weight if it is bfloat16, or float32
+    without any more bits; else 4."""
     if weight.dtype == torch.bfloat16:
-        return 2
+        return 2 * _num_places(weight)
     lower_halves = weight.contiguous().numpy().view(np.uint16)[:, ::2]
-    return 4 if lower_halves.any() else 2
+    return (4 if lower_halves.any() else 2) * _num_places(weight)
+
+
+def _num_places(weight: Tensor) -> int:
+    """The number of weights for which the tiles of a matrix have room."""
+    return _num_tiles(len(weight)) * ROWS * (weight.shape[1] + weight.shape[1] % 2)
 
 
 def _num_tiles(rows: int) -> int:

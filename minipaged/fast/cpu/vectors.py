@@ -63,6 +63,10 @@ HAS_FMA = "+fma" in _features() or platform.machine() in ("aarch64", "arm64")
 """Whether one instruction multiplies and adds. (LLVM divides a vector of 16 floats into as many as it takes here.)"""
 
 
+HAS_VECTORS = number_type(torch.float32) is not None
+"""Whether numba may use vectors of 512 bits."""
+
+
 class Vectors:
     """Writes vector instructions, one after another. Each subclass writes a kernel with them."""
 

@@ -376,7 +376,8 @@ class Llama(Runner):
             slots = kernels.slot_mapping(tokens.tables, tokens.token_rows, tokens.positions, block_size)
         assert weights.embed is not None
         residual = weights.embed(tokens.token_ids())  # [tokens, hidden]
-        if self._one_call and tokens.num_decoding == len(residual) <= self._one_call.most_tokens:
+        own_kernels = self.kv_cache.kernels is kernels  # others that were put there are to be called
+        if self._one_call and own_kernels and tokens.num_decoding == len(residual) <= self._one_call.most_tokens:
             where = tokens.positions, slots, tokens.tables, tokens.rows, tokens.context_lens
             return self._leave(tokens, self._one_call(residual, *where), residual)
         x = kernels.rms_norm(residual, weights.layers[0].input_norm, eps)  # [tokens, hidden]

@@ -418,7 +418,6 @@ def test_rows_of_one_token_take_the_decode_kernel_wherever_they_stand_in_a_batch
     """The first rows, the last ones, some in between; those that want no logits; the last token of a prompt."""
     twins = Twins(kernel_set, torch.float32, config_of(), seed=5)
     twins.fast._graphs = {}  # or those that decode would take one, and no kernel would be called
-    twins.fast._one_call = None  # or one call would take them through all layers
     for first in range(4):
         twins.begin(DIGITS[first:])
     for query_lens, num_choices, decoded, prefilled in (

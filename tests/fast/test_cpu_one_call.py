@@ -4,6 +4,7 @@ that is so."""
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -105,6 +106,21 @@ def test_a_batch_in_one_call_gives_the_bits_of_the_loop_and_of_each_sequence_alo
         assert torch.equal(together, torch.cat([llama.forward([row]) for row in rows]))
     llama._one_call = None
     assert torch.equal(llama.forward(rows), together)
+
+
+@pytest.mark.parametrize("num_seqs", [1, 3])
+def test_another_kernel_that_is_put_into_the_cache_is_called(num_seqs: int) -> None:
+    """The course puts a student's kernel there."""
+    llama = make("llama", torch.float32)
+    right, calls = llama.kv_cache.kernels.paged_decode, []
+
+    def counting(*arguments: Any) -> torch.Tensor:
+        calls.append(arguments)
+        return right(*arguments)
+
+    llama.kv_cache.kernels = SimpleNamespace(paged_decode=counting)  # type: ignore[assignment]
+    llama.forward([BatchRow([i], 0, [i], wants_logits=True) for i in range(num_seqs)])
+    assert len(calls) == SHAPES["num_hidden_layers"]
 
 
 def test_where_a_library_multiplies_one_token_at_a_time_is_run_in_one_call() -> None:

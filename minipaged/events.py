@@ -233,12 +233,19 @@ class BlockCopied(Event):
 
 @dataclass(frozen=True, slots=True)
 class PrefixReused(Event):
-    """The sequence's empty table begins with full, computed blocks, taken from the prefix cache or from a sibling."""
+    """The sequence's empty table begins with computed blocks, taken from the prefix cache or from a sibling. All are
+    full for it, but perhaps the last."""
 
     name: ClassVar[str] = "prefix_reused"
     sequence: int
     blocks: tuple[int, ...]
     source: Literal["cache", "sibling"]
+    num_tokens: int = 0
+    """The number of its tokens that are in the blocks. (0 in older recordings: then all blocks are full.)"""
+
+    def num_found(self, block_size: int) -> int:
+        """Return the number of its tokens that are in the blocks."""
+        return self.num_tokens or len(self.blocks) * block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,14 +279,16 @@ class SwappedIn(Event):
 
 @dataclass(frozen=True, slots=True)
 class BlockCached(Event):
-    """The prefix cache took a reference on a full block of the sequence."""
+    """The prefix cache took a reference on a full block of the sequence, or on the last one of a sequence that ends."""
 
     name: ClassVar[str] = "block_cached"
     sequence: int
     logical_block: int
     block: int
     block_hash: int = 0
-    """The chained hash that identifies the block's content (`block_hashes.py`)."""
+    """The chained hash that identifies a full block's content (`block_hashes.py`); 0 for a block that is not full."""
+    num_tokens: int = 0
+    """The number of tokens that can be found in the block. (0 in older recordings: it is full.)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,10 +304,15 @@ class BlockDeduplicated(Event):
 
 @dataclass(frozen=True, slots=True)
 class BlockEvicted(Event):
-    """The prefix cache gave up its reference on a block, which was the only one."""
+    """The prefix cache gave up its reference on a block, which was the only one.
+
+    `reason`: "room" was needed; a sequence that begins with some of its tokens has "taken over" the block, and will
+    write into it; or the entry is "redundant", because another one begins with the same tokens.
+    """
 
     name: ClassVar[str] = "block_evicted"
     block: int
+    reason: Literal["room", "taken over", "redundant"] = "room"
 
 
 @dataclass(frozen=True, slots=True)

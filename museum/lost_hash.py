@@ -18,7 +18,7 @@ class PrefixCache:
     """Holds one reference on each block that it knows. One that nobody else holds is idle."""
 
     def __init__(self, block_size, allocator):
-        self._block_size = block_size
+        self.block_size = block_size
         self._allocator = allocator
         self._block_of = {}  # hash -> block
         self._hash_of = {}  # block -> its hash
@@ -26,16 +26,16 @@ class PrefixCache:
         self._idle = OrderedDict()  # the block idle longest comes first
 
     def match(self, tokens):
-        """The known blocks that `tokens` begins with, one token at least left to run."""
+        """The known blocks that `tokens` begins with, one token at least left to run; and their number of tokens."""
         found, h = [], NO_HASH
-        for end in range(self._block_size, len(tokens), self._block_size):
-            own = tuple(tokens[end - self._block_size : end])
+        for end in range(self.block_size, len(tokens), self.block_size):
+            own = tuple(tokens[end - self.block_size : end])
             h = hash((h, own))
             block = self._block_of.get(h)
             if self._tokens_of.get(block) != own:  # not known, or another block has the same hash
                 break
             found.append(block)
-        return found
+        return found, len(found) * self.block_size
 
     def reused(self, blocks):
         """A sequence has taken these known blocks."""
@@ -46,8 +46,8 @@ class PrefixCache:
     def publish(self, tokens, table, num_published):
         """Make the sequence's full blocks known, from logical block `num_published` on."""
         h = self._hash_of[table.blocks[num_published - 1]] if num_published else NO_HASH
-        for logical in range(num_published, len(tokens) // self._block_size):
-            tokens_in_block = tuple(tokens[logical * self._block_size : (logical + 1) * self._block_size])
+        for logical in range(num_published, len(tokens) // self.block_size):
+            tokens_in_block = tuple(tokens[logical * self.block_size : (logical + 1) * self.block_size])
             h = hash((h, tokens_in_block))
             own, known = table.blocks[logical], self._block_of.get(h)
             if self._tokens_of.get(known) != tokens_in_block:
@@ -83,6 +83,9 @@ class PrefixCache:
     def hash_of(self, block):
         return self._hash_of[block]
 
+    def redundant(self, block):
+        return None  # only full blocks are known
+
     def __contains__(self, block):
         return block in self._hash_of
 
@@ -105,6 +108,9 @@ class BlockManager(block_manager.BlockManager):
         super().__init__(*settings)
         if self.prefix_cache:
             self.prefix_cache = PrefixCache(self.block_size, self.allocator)
+
+    def keep_last(self, sequence):
+        """Only full blocks are known."""
 
 
 PARTS = {"memory": BlockManager}

@@ -18,7 +18,7 @@ with record("Three requests, three blocks", stage.decode, watch=[museum["PrefixC
             assert cache._hash_of[0] == 0
             assert cache._tokens_of[0] == ()
             note_on(PrefixReused, run, "In the cache's book block 0 now has the hash 0 and no tokens.")
-            [found] = cache.match(stage.encode(prompts["C"]))
+            [found], _ = cache.match(stage.encode(prompts["C"]))
             note_on(BlockCached, run, f"Asked for “{prompts['C']}”, the cache would now find block {found}.")
 
 # What the page says of its steps.

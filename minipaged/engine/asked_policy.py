@@ -156,6 +156,7 @@ class AskedPolicy:
             num_free -= view.blocks_needed
             tokens_left -= view.tokens_to_run
             entering.append(request)
+        self._blocks.num_spare = num_free
         return entering
 
     def stuck(self, waiting: Sequence[Request]) -> NoReturn:

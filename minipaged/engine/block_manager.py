@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 from minipaged.contracts import BlockAllocator, BlockTable, Tier
 from minipaged.engine.checked_allocator import CheckedAllocator
 from minipaged.engine.memory import Memory
+from minipaged.engine.partial_hits import Beginning, beginning_of, keep
 from minipaged.engine.prefix_cache import PrefixCache
 from minipaged.engine.sequence import Request, RequestState, SequenceState
 from minipaged.engine.step_writer import StepWriters
@@ -113,7 +113,7 @@ class BlockManager(Memory):
             needed += self.blocks_for(len(sequence.tokens))
             needed -= max((self._shared_blocks(sequence, s) for s in request.sequences[:i]), default=0)
         if self.prefix_cache and request.reads_prefix_cache:
-            cached = self.prefix_cache.match(request.sequences[0].tokens)
+            cached = beginning_of(self.prefix_cache, request.sequences[0].tokens, within_block=False).blocks
             # A cached block that only the cache holds counts as available.
             needed -= sum(not self.prefix_cache.is_evictable(block) for block in cached)
         return needed
@@ -131,31 +131,37 @@ class BlockManager(Memory):
     def new_table(self) -> BlockTable:
         return self._make_table(self.block_size, self.allocator)
 
-    def begin(self, request: Request, sequence: SequenceState) -> None:
+    def begin(self, request: Request, sequence: SequenceState, *, within_block: bool = True) -> None:
         """Start an empty table with blocks already computed, from the prefix cache or a sequence of the same request.
 
         Sharing between a request's sequences matters after recomputation: those that shared blocks before must share
         them again, or a request that fitted the pool would no longer fit.
         """
-        may_match = self.prefix_cache and request.reads_prefix_cache
-        blocks = self.prefix_cache.match(sequence.tokens) if self.prefix_cache and may_match else []
-        source: Literal["cache", "sibling"] = "cache"
+        found = Beginning([], 0)
+        if self.prefix_cache and request.reads_prefix_cache:
+            within_block &= len(request.sequences) == 1  # it is being admitted: the copy is made in this step
+            found = beginning_of(self.prefix_cache, sequence.tokens, self.num_spare, within_block=within_block)
         for sibling in request.sequences:
             if sibling is sequence:
                 break
             shared = min(self._shared_blocks(sequence, sibling), sibling.table.num_tokens // self.block_size)
-            if shared > len(blocks):
-                blocks, source = list(sibling.table.blocks[:shared]), "sibling"
-        if not blocks:
+            if shared > len(found.blocks):
+                found = Beginning(sibling.table.blocks[:shared], shared * self.block_size, "sibling")
+        if not found.blocks:
             return
-        sequence.table.adopt(blocks)
+        sequence.table.adopt(found.blocks)
+        sequence.table.trim(found.num_tokens)  # of the last block it may share only the first slots
         self._count(sequence, 1)
         self._writer.table_changed(sequence, 0)
         if self.prefix_cache:
-            self.prefix_cache.reused(blocks)
-        if source == "cache":
-            sequence.num_published = len(blocks)
-        self._emit(PrefixReused(sequence.sequence_id, tuple(blocks), source))
+            self.prefix_cache.reused(found.blocks)
+            if found.takes_over:
+                self.prefix_cache.drop(found.blocks[-1])
+                self._emit(BlockEvicted(found.blocks[-1], "taken over"))
+        self.num_spare -= found.num_pinned
+        if found.source == "cache":
+            sequence.num_published = found.num_tokens // self.block_size
+        self._emit(PrefixReused(sequence.sequence_id, tuple(found.blocks), found.source, found.num_tokens))
 
     def append(self, sequence: SequenceState, num_tokens: int) -> None:
         """Take slots for the sequence's next `num_tokens` tokens. Raises OutOfBlocks, having changed nothing."""
@@ -198,12 +204,23 @@ class BlockManager(Memory):
         published = self.prefix_cache.publish(tokens, sequence.table, sequence.num_published)
         for logical, own, cached in published:
             if own == cached:
-                block_hash = self.prefix_cache.hash_of(cached)
-                self._emit(BlockCached(sequence.sequence_id, logical, cached, block_hash))
+                self._tell_cached(sequence, logical, cached, self.block_size)
             else:
                 self._writer.table_changed(sequence, logical)
                 self._emit(BlockDeduplicated(sequence.sequence_id, logical, own, cached))
         sequence.num_published = num_full
+
+    def keep_last(self, sequence: SequenceState) -> None:
+        if self.prefix_cache and (entry := keep(self.prefix_cache, sequence.tokens, sequence.table, self.allocator)):
+            self._tell_cached(sequence, len(sequence.tokens) // self.block_size, entry.block, len(entry.tokens))
+
+    def _tell_cached(self, sequence: SequenceState, logical: int, block: int, num_tokens: int) -> None:
+        """Report a new entry of the prefix cache, and drop a partial entry that is only the beginning of it."""
+        assert self.prefix_cache
+        self._emit(BlockCached(sequence.sequence_id, logical, block, self.prefix_cache.hash_of(block), num_tokens))
+        if (shorter := self.prefix_cache.redundant(block)) is not None:
+            self.prefix_cache.drop(shorter)
+            self._emit(BlockEvicted(shorter, "redundant"))
 
     def _count(self, sequence: SequenceState, sign: int) -> None:
         self.num_entries += sign * len(sequence.table.blocks)
@@ -291,5 +308,6 @@ class BlockManager(Memory):
             poison = sorted(self.allocator.touched)
             self.allocator.touched.clear()
         moves = BlockMoves(tuple(self._swap_out), tuple(poison), tuple(self._swap_in), tuple(self._copy))
+        self._released([source for source, _ in self._copy])  # they may be evicted once their copies are made
         self._swap_out, self._swap_in, self._copy = [], [], []
         return moves

@@ -154,7 +154,7 @@ class Committer:
 
     def _commit_token(self, request: Request, sequence: SequenceState, choice: Sampled) -> None:
         """Append a token, and end the sequence if the token was its last."""
-        # Decoding may raise, so it comes first: nothing has been changed then.
+        # Decoding and keeping a block may raise, so they come first: nothing has been changed then.
         reason, sequence.stop_reason = self._finish_reason(request, sequence, choice.token_id)
         self.append_token(request, sequence, choice.token_id, choice.logprob)
         if sequence.logprobs is not None and choice.top_logprobs is not None:
@@ -167,18 +167,23 @@ class Committer:
         self, request: Request, sequence: SequenceState, token: int
     ) -> tuple[FinishReason | None, int | str | None]:
         """Add the next token to the sequence's text. Returns why the sequence ends here (or None), and at which
-        stop."""
+        stop. Lets others find its last block then."""
         params = request.params
         assert isinstance(params, SamplingParams)
         may_stop = len(sequence.output_token_ids) + 1 >= params.min_tokens
         ends = may_stop and token in request.final_token_ids
+        too_long = request.ends_by_length(sequence)
+        if ends or too_long:
+            self._blocks.keep_last(sequence)
         if text := sequence.detokenizer:
-            text.add(token, may_stop=may_stop and not ends)
+            if text.stopped_by is None:  # it has stopped already if keeping the block failed then
+                text.add(token, may_stop=may_stop and not ends)
             if text.stopped_by is not None:
+                self._blocks.keep_last(sequence)
                 return "stop", text.stopped_by
         if ends:
             return "stop", token if token in params.stop_token_ids else None
-        return "length" if request.ends_by_length(sequence) else None, None
+        return "length" if too_long else None, None
 
     # --- Beam search (paper, section 4.4, Fig. 9) -------------------------------------------------
 

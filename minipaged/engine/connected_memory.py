@@ -6,7 +6,8 @@ It is a `BlockManager` with three additions:
   them, so they are read out of the pool before anyone else can get them.
 - *Loading.* An admitted request begins with the blocks that the prefix cache has. The connector is asked for the full
   blocks after those. What it has is put into device blocks, which admission has already counted, before the forward
-  pass of the coming step (`BlockMoves.load`).
+  pass of the coming step (`BlockMoves.load`). If it has none, the request may begin with a part of the next block
+  (`partial_hits.py`). Only full blocks are handed over.
 - Loaded blocks enter the prefix cache when that step is committed, with the blocks that it computed, and not before: a
   step that fails drops them with everything else.
 
@@ -55,14 +56,14 @@ class ConnectedBlockManager(BlockManager):
 
     def load(self, request: Request) -> None:
         sequence = request.sequences[0]
-        if sequence.num_computed or not request.reads_prefix_cache:
+        if self.prefix_cache is None or sequence.num_computed or not request.reads_prefix_cache:
             return
-        self.begin(request, sequence)
-        held = len(sequence.table.blocks)
-        self._store(sequence, 0, held)  # stored before, but perhaps lost since
+        held = self.prefix_cache.match(sequence.tokens).num_tokens // self.block_size
         most = (len(sequence.tokens) - 1) // self.block_size  # one token has to run
         found = self._connector.load(sequence.tokens, held, most)
         whole = list(takewhile(lambda block: len(block) == self._block_bytes, found))
+        self.begin(request, sequence, within_block=not whole)
+        self._store(sequence, 0, held)  # stored before, but perhaps lost since
         if not whole:
             return
         num_tokens = len(whole) * self.block_size

@@ -52,11 +52,12 @@ class Launcher:
 
     def hand_over(self, plan: Plan, started: float) -> LaunchedStep:
         """Write a planned step down and give it to the runner."""
+        moves = self._blocks.take_moves()  # first: cached blocks that are copied from are available again
         self._emit.step_scheduled(self.step_number, memory_held(self._scheduler.running, self._blocks))
         if self.debug:
             check_exclusive_writes(plan.work(), self._blocks)
         writer = self._writers.of(plan.lane)
-        step = writer.write(self.step_number, plan.rows, plan.owners(), self._blocks.take_moves())
+        step = writer.write(self.step_number, plan.rows, plan.owners(), moves)
         for request in (scheduled.request for scheduled in plan.scheduled):
             if request.first_scheduled_time is None:
                 request.first_scheduled_time = started

@@ -49,6 +49,8 @@ class Memory(ABC):
     """Block-table entries of all tables on the device."""
     num_tokens: int = 0
     """Slots filled by all tables on the device."""
+    num_spare: int = 0
+    """While requests are admitted: the available blocks that none of them was promised."""
 
     # --- Available blocks -------------------------------------------------------------------------
 
@@ -130,6 +132,12 @@ class Memory(ABC):
 
     def publish(self, sequence: SequenceState, num_tokens: int) -> None:  # noqa: B027
         """Let others find the computed K/V of the sequence's first `num_tokens` tokens. Needs a `prefix_cache`."""
+
+    def keep_last(self, sequence: SequenceState) -> None:  # noqa: B027
+        """Let others find the last block, although it is not full, of a sequence that is about to end.
+
+        All tokens of the sequence are computed; the one with which it ends is not among them yet.
+        """
 
     @abstractmethod
     def free(self, sequence: SequenceState) -> None:

@@ -1,8 +1,9 @@
-"""Automatic prefix caching: full blocks are kept after use, and found again by their tokens and all tokens before them.
+"""Automatic prefix caching: blocks are kept after use, and found again by their tokens and all tokens before them.
 
-The K/V of a block depend on all tokens up to the block's end and on nothing else (the invariant content). So a block is
-identified by a chain of hashes: hash(parent's hash, tokens of the block). Equal hashes are no proof: an entry also
-stores its tokens and its parent's block, and a lookup compares both.
+The K/V of a block depend on all tokens up to the block's end and on nothing else (the invariant content). So a full
+block is identified by a chain of hashes: hash(parent's hash, tokens of the block). Equal hashes are no proof: an entry
+also stores its tokens and its parent's block, and a lookup compares both. After the last full block that is found, the
+child of it that begins with most of the other tokens is found too (`partial_hits.py`).
 
 Ownership: the cache holds one reference on each cached block, like one more sequence. A cached block is
 
@@ -19,41 +20,31 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from minipaged.contracts import BlockAllocator, BlockTable
+from minipaged.engine.cached_blocks import NO_PARENT, CachedBlock, Children, Match
 from minipaged.handover.block_hashes import NO_HASH, ChainHash, chain_hash, hash_blocks
-
-NO_PARENT = -1
-
-
-@dataclass(frozen=True, slots=True)
-class CachedBlock:
-    """A cached block, with what a lookup compares."""
-
-    block: int
-    parent_block: int
-    tokens: tuple[int, ...]
 
 
 class PrefixCache:
-    """Full blocks by content. Tests pass a bad `chain_hash` to show that collisions are harmless."""
+    """Blocks by content. Tests pass a bad `chain_hash` to show that collisions are harmless."""
 
     def __init__(self, block_size: int, allocator: BlockAllocator, chain_hash: ChainHash = chain_hash) -> None:
         self.block_size = block_size
         self._allocator = allocator
         self._chain_hash = chain_hash
-        self._entries: dict[int, CachedBlock] = {}
-        self._hash_of: dict[int, int] = {}  # block -> key of its entry
+        self._entries: dict[int, CachedBlock] = {}  # full blocks, by hash
+        self.entry_of: dict[int, CachedBlock] = {}  # block -> its entry, which may be a partial one
+        self.children = Children()
         self._evictable: OrderedDict[int, None] = OrderedDict()  # in order of release
 
     def __contains__(self, block: int) -> bool:
-        return block in self._hash_of
+        return block in self.entry_of
 
     @property
     def blocks(self) -> Iterable[int]:
         """Every cached block."""
-        return self._hash_of.keys()
+        return self.entry_of.keys()
 
     @property
     def num_evictable(self) -> int:
@@ -61,23 +52,26 @@ class PrefixCache:
         return len(self._evictable)
 
     def hash_of(self, block: int) -> int:
-        """The hash that identifies a cached block (`block_hashes.py`)."""
-        return self._hash_of[block]
+        """The hash that identifies a full cached block (`block_hashes.py`)."""
+        return self.entry_of[block].key
 
     def is_evictable(self, block: int) -> bool:
         return block in self._evictable
 
-    def match(self, tokens: Sequence[int]) -> list[int]:
+    def match(self, tokens: Sequence[int]) -> Match:
         """The cached blocks that hold the longest prefix of `tokens`; at least one token is left to run."""
         found: list[int] = []
-        parent = NO_PARENT
-        for _, key, block_tokens in self._chain(tokens, 0, (len(tokens) - 1) // self.block_size, NO_HASH):
+        parent, most = NO_PARENT, (len(tokens) - 1) // self.block_size
+        for _, key, block_tokens in hash_blocks(tokens, self.block_size, 0, most, NO_HASH, self._chain_hash):
             entry = self._entries.get(key)
             if entry is None or entry.tokens != block_tokens or entry.parent_block != parent:
                 break
             found.append(entry.block)
             parent = entry.block
-        return found
+        start = len(found) * self.block_size
+        rest = tuple(tokens[start : min(start + self.block_size, len(tokens) - 1)])
+        block, num_tokens = self.children.longest(parent, rest)
+        return Match([*found, block] if num_tokens else found, start + num_tokens)
 
     def reused(self, blocks: Iterable[int]) -> None:
         """Note that sequences hold these cached blocks again: they are not evictable."""
@@ -87,7 +81,7 @@ class PrefixCache:
     def released(self, blocks: Iterable[int]) -> None:
         """Note that a sequence gave up these blocks, last first. Blocks that only the cache holds become evictable."""
         for block in blocks:
-            if block in self._hash_of and self._allocator.ref_count(block) == 1:
+            if block in self.entry_of and self._allocator.ref_count(block) == 1:
                 self._evictable[block] = None
 
     def publish(self, tokens: Sequence[int], table: BlockTable, num_published: int) -> Iterator[tuple[int, int, int]]:
@@ -97,17 +91,17 @@ class PrefixCache:
         the table's own block. If the content was already cached, the table now holds the cached block instead.
         """
         parent = table.blocks[num_published - 1] if num_published else NO_PARENT
-        key = self._hash_of.get(parent, NO_HASH)
-        if num_published and parent not in self._hash_of:
+        if num_published and parent not in self.entry_of:
             return  # a hash collision kept its parent out of the cache
-        chain = self._chain(tokens, num_published, len(tokens) // self.block_size, key)
+        key = self.entry_of[parent].key if num_published else NO_HASH
+        num_full = len(tokens) // self.block_size
+        chain = hash_blocks(tokens, self.block_size, num_published, num_full, key, self._chain_hash)
         for logical, key, block_tokens in chain:
             own = table.blocks[logical]
             entry = self._entries.get(key)
             if entry is None:
-                self._allocator.share(own)
-                self._entries[key] = CachedBlock(own, parent, block_tokens)
-                self._hash_of[own] = key
+                self.add(entry := CachedBlock(own, parent, block_tokens, key))
+                self._entries[key] = entry
                 yield logical, own, own
             elif entry.tokens != block_tokens or entry.parent_block != parent:
                 return  # a hash collision: this block and its children are not cached
@@ -117,18 +111,28 @@ class PrefixCache:
                 yield logical, own, entry.block
             parent = table.blocks[logical]
 
-    def _chain(
-        self, tokens: Sequence[int], start: int, stop: int, key: int
-    ) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-        """Yield (number, hash, tokens) of logical blocks start to stop - 1. `key`: the hash of the preceding block."""
-        return hash_blocks(tokens, self.block_size, start, stop, key, self._chain_hash)
+    def add(self, entry: CachedBlock) -> None:
+        """Take a reference on a block, and let it be found after its parent."""
+        self._allocator.share(entry.block)
+        self.entry_of[entry.block] = entry
+        self.children.add(entry)
+
+    def redundant(self, block: int) -> int | None:
+        """The partial entry whose tokens this cached block begins with, if there is one."""
+        return self.children.shorter(self.entry_of[block])
 
     def evict(self, num_blocks: int) -> list[int]:
         """Give back the `num_blocks` least recently used evictable blocks."""
-        evicted: list[int] = []
-        for _ in range(num_blocks):
-            block, _ = self._evictable.popitem(last=False)
-            del self._entries[self._hash_of.pop(block)]
-            self._allocator.free(block)
-            evicted.append(block)
+        evicted = [block for block, _ in zip(self._evictable, range(num_blocks), strict=False)]
+        for block in evicted:
+            self.drop(block)
         return evicted
+
+    def drop(self, block: int) -> None:
+        """Give up the cache's reference on a block without cached children."""
+        entry = self.entry_of.pop(block)
+        self.children.remove(entry)
+        if len(entry.tokens) == self.block_size:
+            del self._entries[entry.key]
+        self._evictable.pop(block, None)
+        self._allocator.free(block)

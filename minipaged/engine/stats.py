@@ -116,8 +116,8 @@ class Stats:
             case ev.RequestAdmitted():
                 self.prefix_cache_query_tokens += event.num_looked_up
             case ev.PrefixReused() if event.source == "cache":
-                self.prefix_cache_hit_tokens += len(event.blocks) * self.block_size
-            case ev.BlockEvicted():
+                self.prefix_cache_hit_tokens += event.num_found(self.block_size)
+            case ev.BlockEvicted() if event.reason == "room":
                 self.prefix_cache_evictions += 1
             case ev.SwappedOut():
                 self.blocks_swapped_out += len(event.pairs)

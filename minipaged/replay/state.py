@@ -107,7 +107,7 @@ class PoolState:
         self.holders.setdefault(block, []).append(sequence.number)
         self.highest = max(self.highest, block)
         self.most_used = max(self.most_used, len(self.holders))
-        self.fill(block, filled)
+        self.fill(block, max(filled, self.filled.get(block, 0)))  # others may have filled more of it
 
     def fill(self, block: int, filled: int) -> None:
         """Set the number of filled slots of a block."""
@@ -377,9 +377,9 @@ class State:
         if sequence.table:
             raise ValueError(f"the table of sequence {sequence.number} already holds blocks {sequence.table}")
         self._name(sequence)
-        self._adopt(sequence, list(event.blocks), len(event.blocks) * self.block_size)
+        self._adopt(sequence, list(event.blocks), event.num_found(self.block_size))
         if event.source == "cache":
-            self.counts["tokens found in cache"] += len(event.blocks) * self.block_size
+            self.counts["tokens found in cache"] += event.num_found(self.block_size)
 
     def _copy(self, event: ev.BlockCopied) -> None:
         if self.ref_count(event.source) != event.holders:
@@ -402,7 +402,7 @@ class State:
         """Replace a table entry by another block with the same content."""
         sequence = self.sequences[number]
         self._check_entry(sequence, logical, old)
-        filled = self.device.filled[old]
+        filled = min(self.block_size, sequence.num_computed - logical * self.block_size)
         self.device.release(old, sequence)
         self.device.hold(new, sequence, filled)
         sequence.table[logical] = new
@@ -455,7 +455,8 @@ class State:
 
     def _cache(self, sequence: LiveSequence, event: ev.BlockCached) -> None:
         self._check_entry(sequence, event.logical_block, event.block)
-        self.cached[event.block] = sequence.tokens_in(event.logical_block, self.block_size)
+        tokens = sequence.tokens_in(event.logical_block, self.block_size)
+        self.cached[event.block] = tokens[: event.num_tokens or self.block_size]
 
     def _deduplicate(self, event: ev.BlockDeduplicated) -> None:
         if event.cached not in self.cached:

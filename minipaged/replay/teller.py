@@ -62,13 +62,19 @@ def tell(state: State, event: Event, words: Words | None = None) -> Sentence | N
         case ev.PrefixReused():
             return _tell_prefix(state, state.sequences[event.sequence], event)
         case ev.BlockCached():
-            text = f"block {event.block} is full: the prefix cache holds it too now, so that others can find it"
+            full = event.num_tokens in (0, state.block_size)
+            what = "is full" if full else f"holds {_count(event.num_tokens, 'token')} at the end"
+            text = f"block {event.block} {what}: the prefix cache holds it too now, so that others can find it"
             return Sentence("cache", text, (event.block,))
         case ev.BlockDeduplicated():
             text = f"block {event.own} has the content of cached block {event.cached}: given back"
             return Sentence("same", text, (event.own, event.cached))
         case ev.BlockEvicted():
-            text = f"room is needed: the prefix cache gives back block {event.block}, the one unused for longest"
+            text = {
+                "room": f"room is needed: the prefix cache gives back block {event.block}, the one unused for longest",
+                "taken over": f"the prefix cache gives up block {event.block} to the next one that writes into it",
+                "redundant": f"the prefix cache gives back block {event.block}: a longer one begins with its tokens",
+            }[event.reason]
             return Sentence("evict", text, (event.block,))
         case ev.BlocksLoaded():
             sequence = state.sequences[event.sequence]
@@ -163,10 +169,12 @@ def _tell_copy(state: State, event: ev.BlockCopied) -> Sentence:
 
 
 def _tell_prefix(state: State, sequence: LiveSequence, event: ev.PrefixReused) -> Sentence:
-    found, wanted = len(event.blocks) * state.block_size, len(sequence.tokens)
+    found, wanted = event.num_found(state.block_size), len(sequence.tokens)
     what = "prompt tokens" if not sequence.output else "tokens"
     where = "in the prefix cache" if event.source == "cache" else "with a sibling"
     text = f"request {sequence.request.name} finds {found} of its {wanted} {what} {where}: {numbers(event.blocks)}"
+    if part := found % state.block_size:
+        text += f", the last one for {_count(part, 'token')}"
     return Sentence("prefix", text, event.blocks)
 
 
@@ -289,10 +297,18 @@ def explain(state: State, event: Event, words: Words | None = None, doubted: Col
             )
         case ev.PrefixReused():
             where = "prefix cache" if event.source == "cache" else "by a sibling"
-            return f"Sequence {letter(event.sequence)} begins with {_blocks(event.blocks)}, already computed ({where})."
+            begins = (
+                f"Sequence {letter(event.sequence)} begins with {_blocks(event.blocks)}, already computed ({where})."
+            )
+            return begins + _explain_part(state, event)
         case ev.BlocksFreed():
             return _explain_freed(state, state.sequences[event.sequence], event.blocks, doubted)
         case ev.BlockCached():
+            if event.num_tokens not in (0, state.block_size):
+                return (
+                    f"Sequence {letter(event.sequence)} is about to end, with {_count(event.num_tokens, 'token')} in "
+                    f"block {event.block}. The prefix cache holds it too: a later prompt may begin with them."
+                )
             return f"Block {event.block} is full, so the prefix cache holds it too: a later prompt may begin with it."
         case ev.BlockDeduplicated():
             return (
@@ -300,7 +316,12 @@ def explain(state: State, event: Event, words: Words | None = None, doubted: Col
                 f"{event.cached} and gives back its own, {event.own}."
             )
         case ev.BlockEvicted():
-            return f"The prefix cache lets go of block {event.block}, to make room."
+            why = {
+                "room": ", to make room",
+                "taken over": ": the next sequence needs only the beginning of it, and will write into it",
+                "redundant": ": another cached block begins with the same tokens",
+            }
+            return f"The prefix cache lets go of block {event.block}{why[event.reason]}."
         case ev.BlocksLoaded():
             are = "is" if len(event.blocks) == 1 else "are"
             return (
@@ -310,6 +331,16 @@ def explain(state: State, event: Event, words: Words | None = None, doubted: Col
         case ev.BlocksStored():
             return f"What is in {_blocks(event.blocks)} of sequence {letter(event.sequence)} is left for other engines."
     return _explain_sequence(state, event, words)
+
+
+def _explain_part(state: State, event: ev.PrefixReused) -> str:
+    """Say what becomes of a last block that the sequence shares only in part; empty if it shares all of it."""
+    if not (part := event.num_found(state.block_size) % state.block_size):
+        return ""
+    shared = f" {part} of {_count(state.block_size, 'token')} are shared"
+    if state.ref_count(event.blocks[-1]):
+        return f"{shared}; the block is copied at the first write."
+    return f"{shared}; nobody else holds the block, so the sequence writes into it."
 
 
 def _explain_sequence(state: State, event: Event, words: Words | None) -> str:

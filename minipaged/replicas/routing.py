@@ -221,7 +221,8 @@ def _forget(hashes: OrderedDict[int, None], most: int) -> None:
 class CacheNews:
     """A listener that collects the changes of an engine's prefix cache: `Engine(..., listeners=[news])`.
 
-    The engine's thread calls it with events. Any thread may call `latest`.
+    The engine's thread calls it with events. Any thread may call `latest`. Blocks that are not full have no hash, and
+    are no news: an engine may find more of a prompt than a router counts on.
     """
 
     def __init__(self, most: int = MOST_TOLD) -> None:
@@ -233,10 +234,10 @@ class CacheNews:
 
     def __call__(self, event: Event) -> None:
         match event:
-            case BlockCached():
+            case BlockCached() if event.block_hash:
                 self._hash_of[event.block] = event.block_hash
                 self._note(event.block_hash, True)
-            case BlockEvicted():
+            case BlockEvicted() if event.block in self._hash_of:
                 self._note(self._hash_of.pop(event.block), False)
 
     def _note(self, block_hash: int, is_there: bool) -> None:

@@ -78,7 +78,13 @@ WATCHED: dict[str, tuple[str, ...]] = {
         "BlockManager.swap_in",
         "BlockManager._move",
     ),
-    "engine/prefix_cache.py": ("PrefixCache.match", "PrefixCache.publish", "PrefixCache.evict"),
+    "engine/prefix_cache.py": (
+        "PrefixCache.match",
+        "PrefixCache.publish",
+        "PrefixCache.add",
+        "PrefixCache.evict",
+        "PrefixCache.drop",
+    ),
     "reference/block_allocator.py": (
         "BlockAllocator.allocate",
         "BlockAllocator.share",
@@ -120,9 +126,9 @@ ANCHORS: dict[str, tuple[Anchor, ...]] = {
     "blocks_freed": (("BlockAllocator.free", "self._ref_counts[block] -= 1"),),
     "swapped_out": (("BlockTable.relocate", "self._blocks = list(blocks)"),),
     "swapped_in": (("BlockTable.relocate", "self._blocks = list(blocks)"),),
-    "block_cached": (("PrefixCache.publish", "self._entries[key] = "),),
+    "block_cached": (("PrefixCache.add", "self._entry_of[entry.block] = entry"),),
     "block_deduplicated": (("BlockTable.replace", "self._blocks[logical_block] = block"),),
-    "block_evicted": (("PrefixCache.evict", "self._allocator.free(block)"),),
+    "block_evicted": (("PrefixCache.drop", "self._allocator.free(block)"),),
     "token_generated": (
         ("_attend", "o[:s, :, r:] = "),  # if the model has any attention
         ("Committer._commit_samples", "self._commit_token("),

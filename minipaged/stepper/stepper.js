@@ -88,7 +88,7 @@
     prefix_reused: (state, e) => {
       const s = state.sequences.get(e.sequence);
       s.table = [...e.blocks];
-      s.filled = e.blocks.length * state.pool.block_size;
+      s.filled = e.num_tokens || e.blocks.length * state.pool.block_size;
     },
     blocks_loaded: (state, e) => {
       const s = state.sequences.get(e.sequence);
@@ -101,7 +101,8 @@
       move(state, e.request, state.waiting, state.running);
     },
     block_cached: (state, e) => {
-      state.cached.set(e.block, blockTokens(state, state.sequences.get(e.sequence), e.logical_block));
+      const tokens = blockTokens(state, state.sequences.get(e.sequence), e.logical_block);
+      state.cached.set(e.block, tokens.slice(0, e.num_tokens || state.pool.block_size));
     },
     block_deduplicated: (state, e) => { state.sequences.get(e.sequence).table[e.logical_block] = e.cached; },
     block_evicted: (state, e) => { state.cached.delete(e.block); },
@@ -762,10 +763,12 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
         const who = now.get(block) ?? [];
         const refs = who.length + cached(after, block);
         const sequences = [...new Set(who.map((h) => h.id))];
-        const contents = (state, h) => blockTokens(state, state.sequences.get(h.id), h.logical);
-        const tokens = who.length ? contents(after, who[0]) : cached(after, block) ? after.cached.get(block) : [];
+        // A holder may share only the first tokens of a block.
+        const contents = (state, who) => [...who.map((h) => blockTokens(state, state.sequences.get(h.id), h.logical)),
+          cached(state, block) ? state.cached.get(block) : []].reduce((most, tokens) => tokens.length > most.length ? tokens : most);
+        const tokens = contents(after, who);
         const old = then.get(block) ?? [];
-        const oldTokens = old.length ? contents(before, old[0]) : cached(before, block) ? before.cached.get(block) : [];
+        const oldTokens = contents(before, old);
         const changed = refs !== old.length + cached(before, block) || tokens.length !== oldTokens.length
           || who.some((h) => !old.some((o) => o.id === h.id));
         const most = (small ? 4 : 6) - 2 * cached(after, block); // chips for which there is room

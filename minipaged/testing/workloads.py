@@ -22,7 +22,16 @@ from minipaged.engine.memory import MakeMemory
 from minipaged.engine.policies import looks_at_priority
 from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.errors import BadLogits, InvalidRequest
-from minipaged.events import Event, Listener, PrefixReused, RequestArrived, RequestPreempted, TokensComputed
+from minipaged.events import (
+    BlockCached,
+    BlockEvicted,
+    Event,
+    Listener,
+    PrefixReused,
+    RequestArrived,
+    RequestPreempted,
+    TokensComputed,
+)
 from minipaged.outputs import CompletionUpdate, RequestOutput, RequestUpdate
 from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams
 from minipaged.scheduling import MakePolicy
@@ -70,6 +79,7 @@ def random_workload(seed: int) -> Workload:
         debug=True,
     )
     swap_is_cheap = r.random() < 0.5
+    requests += _next_turns(random.Random(f"turns of {seed}"), requests, config)
     return Workload(config, tuple(replace(one, priority=r.randint(-2, 2)) for one in requests), swap_is_cheap)
 
 
@@ -87,6 +97,23 @@ def _ask_for_more(r: random.Random, requests: list[WorkloadRequest], vocab_size:
                 "truncate_prompt_tokens": r.choice([None, None, 7]),
             }
             requests[i] = replace(request, params=replace(request.params, **more))  # type: ignore[arg-type]
+
+
+def _next_turns(r: random.Random, requests: list[WorkloadRequest], config: EngineConfig) -> list[WorkloadRequest]:
+    """Requests that go on where others end, as in a chat. They are made for some workloads with a prefix cache, which
+    keeps the last blocks of those."""
+    before = [request for request in requests if isinstance(request.params, SamplingParams)]
+    if not (config.enable_prefix_caching and before and r.random() < 0.5):
+        return []
+    turns: list[WorkloadRequest] = []
+    for _ in range(r.randint(1, 3)):
+        request = r.choice(before)
+        said = [*prompt_of(request), *expected_tokens(request, config)[0]]
+        said = said[: len(said) - r.choice([0, 1, 1, r.randrange(len(said))])]
+        said += [r.randrange(config.vocab_size) for _ in range(r.randint(0 if said else 1, 4))]
+        params = SamplingParams(temperature=0, seed=1, max_tokens=r.randint(1, 6), ignore_eos=True)
+        turns.append(WorkloadRequest(request.arrives + r.randint(1, 30), tuple(said), params))
+    return turns
 
 
 def _largest_need(requests: list[WorkloadRequest], block_size: int) -> int:
@@ -242,6 +269,12 @@ class WorkloadRun:
                 self.happened[f"preempted by {event.mode}"] += 1
             case PrefixReused():
                 self.happened[f"prefix reused from {event.source}"] += 1
+                if event.num_tokens % self.engine.config.block_size:
+                    self.happened["block reused in part"] += 1
+            case BlockCached() if event.num_tokens < self.engine.config.block_size:
+                self.happened["last block kept"] += 1
+            case BlockEvicted() if event.reason != "room":
+                self.happened[f"block {event.reason}"] += 1
             case _ if event.name in ("request_refused", "block_copied", "block_evicted", "block_deduplicated"):
                 self.happened[event.name.replace("_", " ")] += 1
 

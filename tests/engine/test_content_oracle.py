@@ -15,6 +15,7 @@ import pytest
 
 from minipaged.engine import block_manager, launch, steady
 from minipaged.engine.block_manager import BlockManager
+from minipaged.engine.cached_blocks import Match
 from minipaged.engine.engine import Engine
 from minipaged.engine.prefix_cache import PrefixCache
 from minipaged.engine.scheduler import Scheduler
@@ -31,9 +32,13 @@ EVERYTHING_THAT_CAN_HAPPEN = {
     "block copied",
     "block deduplicated",
     "block evicted",
+    "block redundant",
+    "block reused in part",
+    "block taken over",
     "cancelled while running",
     "cancelled while swapped",
     "cancelled while waiting",
+    "last block kept",
     "preempted by recompute",
     "preempted by swap",
     "prefix reused from cache",
@@ -229,14 +234,14 @@ def test_the_oracle_finds_swapped_blocks_that_come_back_in_the_wrong_order(monke
 def test_the_oracle_finds_a_lookup_that_trusts_the_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a hash of few values, a match that does not compare tokens leads to other sequences' K/V."""
 
-    def trusting(self: PrefixCache, tokens: list[int]) -> list[int]:
+    def trusting(self: PrefixCache, tokens: list[int]) -> Match:
         found, key = [], 0
         for end in range(self.block_size, len(tokens), self.block_size):
             key = self._chain_hash(key, tuple(tokens[end - self.block_size : end]))
             if key not in self._entries:
                 break
             found.append(self._entries[key].block)
-        return found
+        return Match(found, len(found) * self.block_size)
 
     def poor_cache(block_size: int, allocator: object) -> PrefixCache:
         return PrefixCache(block_size, allocator, chain_hash=lambda parent, tokens: (parent + sum(tokens)) % 16)  # type: ignore[arg-type]

@@ -39,7 +39,7 @@ def test_every_kind_of_event_has_a_name_of_its_own() -> None:
 
 def test_a_line_says_which_event_it_is() -> None:
     line = events.BlockEvicted(block=3).to_json()
-    assert json.loads(line) == {"event": "block_evicted", "block": 3}
+    assert json.loads(line) == {"event": "block_evicted", "block": 3, "reason": "room"}
 
 
 def test_a_file_of_events_is_read_back_line_by_line() -> None:

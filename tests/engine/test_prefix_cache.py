@@ -2,7 +2,8 @@
 
 Run with the real chain hash and with bad ones, under which most lookups meet another block's hash. Checked after every
 step: exact-references, conservation, content (a match leads to the K/V of exactly these tokens), and that what counts
-as evictable is what only the cache holds.
+as evictable is what only the cache holds. A prefix that does not end with a full block is a partial entry: the last
+block of a sequence that has finished.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from hypothesis.stateful import (
 )
 
 from minipaged.contracts import BlockTable as AnyBlockTable
+from minipaged.engine.cached_blocks import NO_PARENT, CachedBlock, Children
+from minipaged.engine.partial_hits import beginning_of, keep
 from minipaged.engine.prefix_cache import PrefixCache
 from minipaged.handover.block_hashes import ChainHash, chain_hash
 from minipaged.reference.block_allocator import BlockAllocator
@@ -55,6 +58,10 @@ class Sequence:
     num_published: int = 0
 
 
+def num_common(one: list[int], other: Prefix) -> int:
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
 token_lists = st.lists(st.integers(0, 1), min_size=1, max_size=7)
 picks = st.integers(0, 3)
 
@@ -80,19 +87,33 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.sequences) < 3)
     @rule(tokens=token_lists)
     def begin(self, tokens: list[int]) -> None:
-        found = self.cache.match(tokens)
+        found, num_tokens = self.cache.match(tokens)
         longest = []
         for end in range(self.block_size, len(tokens), self.block_size):
             if tuple(tokens[:end]) not in self.kept:
                 break
             longest.append(self.kept[tuple(tokens[:end])])
-        assert found == longest, "the longest cached prefix, one token left to run"
+        assert found[: len(longest)] == longest, "the longest chain of full blocks, one token left to run"
+        start = len(longest) * self.block_size
+        after = [prefix[start:] for prefix in self.kept if prefix[:start] == tuple(tokens[:start])]
+        most = max((num_common(tokens[start:-1], other) for other in after), default=0)
+        assert num_tokens == start + most, "then the longest beginning of a block"
+        assert len(found) == len(longest) + (most > 0)
         for i, block in enumerate(found):
-            assert self.content[block] == tuple(tokens[: (i + 1) * self.block_size]), "content"
+            end = min((i + 1) * self.block_size, num_tokens)
+            assert self.content[block][:end] == tuple(tokens[:end]), "content"
+
+        spare = self.allocator.num_free + self.cache.num_evictable - -(-len(tokens) // self.block_size)
+        beginning = beginning_of(self.cache, tokens, spare)
+        assert beginning.num_tokens in (num_tokens, start)
         table = BlockTable(self.block_size, self.allocator)
-        table.adopt(found)
-        self.cache.reused(found)
-        sequence = Sequence(list(tokens), table, len(found))
+        table.adopt(beginning.blocks)
+        table.trim(beginning.num_tokens)
+        self.cache.reused(beginning.blocks)
+        if beginning.takes_over:
+            self.forget(beginning.blocks[-1])
+            self.cache.drop(beginning.blocks[-1])
+        sequence = Sequence(list(tokens), table, beginning.num_tokens // self.block_size)
         if self.run(sequence):
             self.sequences.append(sequence)
         else:
@@ -115,8 +136,21 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.sequences)
     @rule(which=picks)
-    def finish(self, which: int) -> None:
+    def abort(self, which: int) -> None:
         self.release(self.sequences.pop(which % len(self.sequences)))
+
+    @precondition(lambda self: self.sequences)
+    @rule(which=picks)
+    def finish(self, which: int) -> None:
+        sequence = self.sequences.pop(which % len(self.sequences))
+        if entry := keep(self.cache, sequence.tokens, sequence.table, self.allocator):
+            tokens = tuple(sequence.tokens)
+            assert entry.block == sequence.table.blocks[-1]
+            assert len(tokens) % self.block_size
+            assert not any(prefix[: len(tokens)] == tokens for prefix in self.kept), "nothing redundant is added"
+            self.kept[tokens] = entry.block
+            self.drop_redundant(entry.block)
+        self.release(sequence)
 
     @rule(num_blocks=st.integers(1, 3))
     def evict_some(self, num_blocks: int) -> None:
@@ -132,7 +166,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         if needed > self.allocator.num_free + self.cache.num_evictable:
             return False
         self.evict(max(0, needed - self.allocator.num_free))
-        table.append(num_new)
+        copies = table.append(num_new)
+        self.cache.released([source for source, _ in copies])
         for logical in range(sequence.num_published, len(table.blocks)):
             self.content[table.blocks[logical]] = tuple(sequence.tokens[: (logical + 1) * self.block_size])
         for logical, own, cached in self.cache.publish(sequence.tokens, table, sequence.num_published):
@@ -141,6 +176,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             if own == cached:
                 assert prefix not in self.kept
                 self.kept[prefix] = cached
+                self.drop_redundant(cached)
             else:
                 assert self.kept[prefix] == cached
         sequence.num_published = table.num_tokens // self.block_size
@@ -153,10 +189,21 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     def evict(self, num_blocks: int) -> None:
         for block in self.cache.evict(num_blocks):
-            prefix = next(prefix for prefix, kept in self.kept.items() if kept == block)
-            del self.kept[prefix]
-            children = [other for other in self.kept if other[: len(prefix)] == prefix]
-            assert not children, "leaves before their parents"
+            self.forget(block)
+
+    def forget(self, block: int) -> None:
+        prefix = next(prefix for prefix, kept in self.kept.items() if kept == block)
+        del self.kept[prefix]
+        children = [other for other in self.kept if other[: len(prefix)] == prefix]
+        assert not children or len(prefix) % self.block_size, "leaves before their parents"
+
+    def drop_redundant(self, block: int) -> None:
+        prefix = next(prefix for prefix, kept in self.kept.items() if kept == block)
+        first = (len(prefix) - 1) // self.block_size * self.block_size
+        shorter = [other for other in self.kept if first < len(other) < len(prefix) and prefix[: len(other)] == other]
+        assert [self.cache.redundant(block)] == ([self.kept[other] for other in shorter] or [None])
+        for other in shorter:
+            self.cache.drop(self.kept.pop(other))
 
     # --- What always holds --------------------------------------------------------------------------
 
@@ -165,7 +212,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert set(self.cache.blocks) == set(self.kept.values())
         assert all(block in self.cache for block in self.kept.values())
         for prefix, block in self.kept.items():
-            assert self.content[block] == prefix, "content"
+            assert self.content[block][: len(prefix)] == prefix, "content"
 
     @invariant()
     def every_reference_is_a_table_entry_or_the_caches(self) -> None:
@@ -214,10 +261,13 @@ class Pool:
 
     def compute(self, tokens: list[int]) -> AnyBlockTable:
         table = BlockTable(self.cache.block_size, self.allocator)
-        table.adopt(found := self.cache.match(tokens))
+        found, num_tokens = self.cache.match(tokens)
+        table.adopt(found)
+        table.trim(num_tokens)
         self.cache.reused(found)
-        table.append(len(tokens) - table.num_tokens)
-        list(self.cache.publish(tokens, table, len(found)))
+        copies = table.append(len(tokens) - table.num_tokens)
+        self.cache.released([source for source, _ in copies])
+        list(self.cache.publish(tokens, table, num_tokens // self.cache.block_size))
         return table
 
     def release(self, table: AnyBlockTable) -> list[int]:
@@ -230,19 +280,20 @@ class Pool:
 def test_a_match_leaves_one_token_to_run_so_that_there_are_logits() -> None:
     pool = Pool()
     blocks = pool.release(pool.compute([1, 2, 3, 4]))
-    assert pool.cache.match([1, 2, 3, 4]) == blocks[:1]
-    assert pool.cache.match([1, 2, 3, 4, 5]) == blocks
+    assert pool.cache.match([1, 2, 3, 4]) == (blocks, 3)  # the second block, without its last token
+    assert pool.cache.match([1, 2, 3]) == (blocks[:1], 2)
+    assert pool.cache.match([1, 2, 3, 4, 5]) == (blocks, 4)
 
 
 def test_the_same_tokens_after_another_prefix_do_not_match() -> None:
     """Content: K/V depend on everything before them too."""
     pool = Pool()
     pool.release(pool.compute([1, 2, 3, 4]))
-    assert pool.cache.match([3, 4, 5]) == []
-    assert pool.cache.match([0, 0, 3, 4, 5]) == []
+    assert pool.cache.match([3, 4, 5]) == ([], 0)
+    assert pool.cache.match([0, 0, 3, 4, 5]) == ([], 0)
 
 
-def test_a_block_that_is_not_full_is_not_cached() -> None:
+def test_a_block_that_is_not_full_is_not_published() -> None:
     pool = Pool()
     pool.release(pool.compute([1, 2, 3]))
     assert pool.cache.num_evictable == 1
@@ -276,7 +327,7 @@ def test_a_block_whose_hash_is_taken_stays_private_and_so_do_those_after_it() ->
     pool.release(pool.compute([1, 2, 0]))
     table = pool.compute([3, 4, 5, 6, 0])
     assert not any(block in pool.cache for block in table.blocks)
-    assert pool.cache.match([3, 4, 0]) == []
+    assert pool.cache.match([3, 4, 0]) == ([], 0)
     pool.release(table)
     assert pool.allocator.num_free + pool.cache.num_evictable == 8
 

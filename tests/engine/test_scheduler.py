@@ -167,7 +167,7 @@ def test_a_request_whose_prefix_is_cached_needs_room_for_the_rest_only() -> None
     assert scene.running[0] == "first"
     assert scene.engine.stats.blocks_used == 6  # 5 + 4 without sharing
     scene.to_the_end()
-    assert scene.outputs["second"].num_cached_tokens == 12
+    assert scene.outputs["second"].num_cached_tokens == 15  # of its fourth block it has the first three slots
 
 
 # --- Tokens of one batch --------------------------------------------------------------------------

@@ -1,0 +1,84 @@
+"""The entries of the prefix cache, and their order by parent.
+
+Which cached block begins with most of the tokens that come after a given block? The children of a block are kept sorted
+by their tokens. The child with the longest common beginning stands next to the place where the tokens themselves would
+stand. So a search compares about log2(children) pairs of tuples, then two neighbours token by token.
+
+The first blocks of all prompts are children of the root: there may be tens of thousands, and they may all begin with
+the same token.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from minipaged.handover.block_hashes import NO_HASH
+
+NO_PARENT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class CachedBlock:
+    """A cached block, with what a lookup compares."""
+
+    block: int
+    parent_block: int
+    tokens: tuple[int, ...]
+    """The tokens in it; fewer than it has slots, if this is a partial entry."""
+    key: int = NO_HASH
+    """The hash that leads to a full block."""
+
+
+class Match(NamedTuple):
+    """Cached blocks with which a sequence can begin."""
+
+    blocks: list[int]
+    num_tokens: int
+    """The tokens found: all of the blocks, or all but some of the last block."""
+
+
+class Children:
+    """The cached children of each cached block, and of the root (NO_PARENT), sorted by their tokens."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, list[tuple[tuple[int, ...], int]]] = {}  # parent -> (tokens, block) of each child
+
+    def __contains__(self, parent: int) -> bool:
+        """Whether the block has cached children."""
+        return parent in self._of
+
+    def add(self, child: CachedBlock) -> None:
+        insort(self._of.setdefault(child.parent_block, []), (child.tokens, child.block))
+
+    def remove(self, child: CachedBlock) -> None:
+        siblings = self._of[child.parent_block]
+        del siblings[bisect_left(siblings, (child.tokens, child.block))]
+        if not siblings:
+            del self._of[child.parent_block]
+
+    def longest(self, parent: int, tokens: tuple[int, ...]) -> tuple[int, int]:
+        """Return the child that begins with most of `tokens`, and the number of them; (NO_PARENT, 0) if none does."""
+        siblings = self._of.get(parent, [])
+        place = bisect_left(siblings, (tokens,))
+        neighbours = siblings[max(0, place - 1) : place + 1]
+        common = [(_num_common(tokens, others), -i) for i, (others, _) in enumerate(neighbours)]
+        num_tokens, i = max(common, default=(0, 0))
+        return (neighbours[-i][1], num_tokens) if num_tokens else (NO_PARENT, 0)
+
+    def shorter(self, child: CachedBlock) -> int | None:
+        """Return the sibling whose tokens are only a beginning of the child's, if there is one: a partial entry.
+
+        There is never more than one, and it stands before the child: `partial_hits.keep` adds none that an entry begins
+        with, and the block manager drops the one that is found here.
+        """
+        siblings = self._of[child.parent_block]
+        tokens, block = siblings[max(0, bisect_left(siblings, (child.tokens, child.block)) - 1)]
+        return block if len(tokens) < len(child.tokens) and child.tokens[: len(tokens)] == tokens else None
+
+
+def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """The number of tokens with which both begin."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -234,7 +234,7 @@ class CacheNews:
 
     def __call__(self, event: Event) -> None:
         match event:
-            case BlockCached() if event.block_hash:
+            case BlockCached() if event.block_hash or not event.num_tokens:
                 self._hash_of[event.block] = event.block_hash
                 self._note(event.block_hash, True)
             case BlockEvicted() if event.block in self._hash_of:

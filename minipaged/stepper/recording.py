@@ -126,7 +126,7 @@ ANCHORS: dict[str, tuple[Anchor, ...]] = {
     "blocks_freed": (("BlockAllocator.free", "self._ref_counts[block] -= 1"),),
     "swapped_out": (("BlockTable.relocate", "self._blocks = list(blocks)"),),
     "swapped_in": (("BlockTable.relocate", "self._blocks = list(blocks)"),),
-    "block_cached": (("PrefixCache.add", "self._entry_of[entry.block] = entry"),),
+    "block_cached": (("PrefixCache.add", "self.entry_of[entry.block] = entry"),),
     "block_deduplicated": (("BlockTable.replace", "self._blocks[logical_block] = block"),),
     "block_evicted": (("PrefixCache.drop", "self._allocator.free(block)"),),
     "token_generated": (

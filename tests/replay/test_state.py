@@ -75,7 +75,7 @@ def engine_summary(run: WorkloadRun, step: int) -> dict[str, Any]:
             s.sequence_id: (r.request_id, list(s.tokens), list(s.table.blocks), s.num_computed, s.swapped)
             for r, s in sorted(live, key=lambda pair: pair[1].sequence_id)
         },
-        "cached": {one.block: one.tokens for one in blocks.prefix_cache._entries.values()}
+        "cached": {one.block: one.tokens for one in blocks.prefix_cache.entry_of.values()}
         if blocks.prefix_cache
         else {},
         "ref counts": pools[0],

@@ -64,7 +64,8 @@ def small_engine(news: CacheNews, num_blocks: int = 12) -> Engine:
 def hashes_in_the_cache(engine: Engine) -> set[int]:
     cache = engine.blocks.prefix_cache
     assert cache
-    return {cache.hash_of(block) for block in cache.blocks}
+    full = [block for block in cache.blocks if len(cache.entry_of[block].tokens) == BLOCK_SIZE]
+    return {cache.hash_of(block) for block in full}
 
 
 # --- Who may be chosen ------------------------------------------------------------------------------

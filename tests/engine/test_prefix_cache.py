@@ -27,7 +27,6 @@ from hypothesis.stateful import (
 )
 
 from minipaged.contracts import BlockTable as AnyBlockTable
-from minipaged.engine.cached_blocks import NO_PARENT, CachedBlock, Children
 from minipaged.engine.partial_hits import beginning_of, keep
 from minipaged.engine.prefix_cache import PrefixCache
 from minipaged.handover.block_hashes import ChainHash, chain_hash

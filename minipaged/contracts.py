@@ -166,7 +166,10 @@ class BlockTable(ABC):
 
     @abstractmethod
     def adopt(self, blocks: Sequence[int]) -> None:
-        """Begin this empty table with full blocks that are already held elsewhere, and take a reference on each."""
+        """Begin this empty table with full blocks that are already held elsewhere, and take a reference on each.
+
+        If the sequence shares only the first tokens of the last block, `trim` follows.
+        """
 
     @abstractmethod
     def fork(self) -> BlockTable:

@@ -11,7 +11,7 @@
 
 # %% [markdown]
 # **What you will understand.** How a request can begin with keys and values that another one has computed: how blocks
-# are found by what is in them, why a hit ends at the boundary of a block, what has to be true of a block that is hit,
+# are found by what is in them, how a hit can end in the middle of a block, what has to be true of a block that is hit,
 # and which blocks are given back first. The paper shares a prefix that the operator names beforehand (section 4.4,
 # Fig. 10). Here, as in vLLM today, it is found.
 #
@@ -45,16 +45,17 @@ assert after_one != after_another  # the same tokens after others are another bl
 #
 # When a request has filled blocks, it *publishes* them: the prefix cache takes a reference on each, like one more
 # sequence that holds it. So the block stays when the request has ended. A new request then asks for the longest chain
-# of blocks that its prompt begins with.
+# of blocks that its prompt begins with. Where the chain ends, the cache looks at the next blocks that it knows: one of
+# them may still begin with the next tokens.
 #
-# **Predict.** A request of ten tokens, 0 to 9, has published its blocks of 4. How many of them does `match` find for a
+# **Predict.** A request of ten tokens, 0 to 9, has published its blocks of 4. How many tokens does `match` find for a
 # prompt that is the same; that has the first eight of these tokens; that differs in token 5; that differs in token 0?
 #
 # <details><summary>See</summary>
 #
-# **2 blocks for the same, 1 for the first eight, 1 with another token in the middle, 0 with another first one**
-# (`map(len, found.values())`). Only full blocks are published: two. A match goes on up to the first block that differs,
-# and leaves at least one token to be run.
+# **8 tokens for the same, 7 for the first eight, 5 with another token in the middle, 0 with another first one**
+# (`[num_tokens for _, num_tokens in found.values()]`). Only full blocks are published: two. A match goes on up to the
+# first token that differs, and leaves at least one token to be run.
 #
 # </details>
 
@@ -73,18 +74,52 @@ found = {
     "another token 5": cache.match([*ten[:5], 99, *ten[6:]]),
     "another token 0": cache.match([99, *ten[1:]]),
 }
-for which, blocks in found.items():
-    print(f"{which:>15}: {blocks}")
+for which, (blocks, num_tokens) in found.items():
+    print(f"{which:>15}: {num_tokens} tokens, in blocks {blocks}")
 
-assert [len(blocks) for blocks in found.values()] == [2, 1, 1, 0]
+assert [num_tokens for _, num_tokens in found.values()] == [8, 7, 5, 0]
 
 # %% [markdown]
-# Two blocks are in the cache, the full ones. A block that is not full will be written into, so it is nobody else's.
-# Hence a hit ends at the boundary of a block: where token 5 differs, token 4 has to be computed again although it is
-# the same.
+# Two blocks are in the cache, the full ones. A block that is not full is still being written into, so it is nobody
+# else's.
 #
-# And the first eight find one block, not two. Something has to be run, for the next token is chosen from what the
+# And the first eight find seven tokens, not eight. Something has to be run, for the next token is chosen from what the
 # *last* token of the prompt comes to. So a match leaves at least one token.
+#
+# ## A part of a block
+#
+# Where token 5 differs, token 4 is still the same, and its keys and values are in block 1. So the match leads to that
+# block, and says that only five tokens count. Whoever begins with it holds the block by reference, with one slot
+# filled. The block is shared, so the first write copies it ([number 6](06_copy_on_write.py)):
+
+# %%
+blocks, num_tokens = found["another token 5"]
+newcomer = BlockTable(block_size=4, allocator=allocator)
+newcomer.adopt(blocks)  # full blocks
+newcomer.trim(num_tokens)  # and of the last one only what is shared
+[(source, copy)] = newcomer.append(5)
+print(f"block {source} is copied to block {copy}: one token of it is kept, the others are written over")
+
+assert source == blocks[-1]
+assert list(newcomer.blocks[:2]) == [blocks[0], copy]
+newcomer.trim(0)
+
+# %% [markdown]
+# Which blocks can follow the end of a chain? Those whose parent is its last block, its *children*. The cache keeps them
+# sorted by their tokens. In a dictionary that is sorted by its words, the word that shares the longest beginning with
+# yours stands next to the place where yours would be: so two comparisons are enough, and a search for the place, even
+# if all prompts of a service are children of the root.
+#
+# That is half of a *radix tree*, the other way to find prefixes. It has a node wherever two texts part, at any token:
+#
+#     a radix tree                                   a chain of hashes, with children
+#
+#     root ─ [0 1 2 3 4] ┬─ [5 6 7]                  root ─ [0 1 2 3] ┬─ [4 5 6 7]
+#                        └─ [99 6 7]                                  └─ [4 99 6 7]
+#
+# In the tree, token 4 is in one place. A chain has a node for each block, so here token 4 is in two blocks: it was
+# copied, and not computed. For that a block of the chain has a name which is the same everywhere, so that another
+# machine can ask for it ([number 16](16_replicas.py)), and no node is ever split.
 #
 # ## A hash is not proof
 #
@@ -96,13 +131,13 @@ assert [len(blocks) for blocks in found.values()] == [2, 1, 1, 0]
 bad = PrefixCache(block_size=4, allocator=allocator, chain_hash=lambda parent, tokens: 0)
 list(bad.publish(ten, table, num_published=0))
 
-assert bad.match([50, 51, 52, 53, 54]) == []  # the hash is there, the tokens are others
-assert len(bad.match(ten)) == 1  # only one block can have the one hash: less is found, nothing wrong
+assert bad.match([50, 51, 52, 53, 54]) == ([], 0)  # the hash is there, the tokens are others
+assert bad.match(ten).num_tokens == 4  # only one block can have the one hash: less is found, nothing wrong
 
 # %% [markdown]
 # ## What must be true of a block that is hit
 #
-# - **It is full.** Nobody will write into it any more (exclusive-write).
+# - **Nobody writes into it any more** (exclusive-write). It is full; or the request that filled it has ended.
 # - **It has been computed.** It is published after the step that ran its tokens, not when its slots were taken.
 # - **Its tokens and all before them are the request's own** (content): compared, not believed.
 # - **Somebody holds it.** Between requests that is the cache. The moment it is hit, the request holds it too, and it
@@ -122,7 +157,8 @@ assert len(bad.match(ten)) == 1  # only one block can have the one hash: less is
 #
 # <details><summary>See</summary>
 #
-# **page: 0 tokens, book: 8, shelf: 8, page again: 8** (`cached.values()`). Whole blocks, and never all of a prompt.
+# **page: 0 tokens, book: 8, shelf: 11, page again: 11** (`cached.values()`). All that is the same, and never all of a
+# prompt.
 #
 # </details>
 
@@ -154,13 +190,14 @@ cached = {update.request_id: update.output.num_cached_tokens for update in updat
 for name, num_cached in cached.items():
     print(f"{name:>10}: {num_cached} of 12 prompt tokens found")
 
-assert cached == {"page": 0, "book": 8, "shelf": 8, "page again": 8}
+assert cached == {"page": 0, "book": 8, "shelf": 11, "page again": 11}
 
 # %% [markdown]
-# Eight for all that came later: two blocks. The shelf's eleven common words fill two blocks and three quarters of one.
-# And even for the same question again the third block is not found, because one token has to be run, and so its block
-# is computed. What comes of that is shown at the end of its first step: the block is a twin of one that is cached
-# already, so the request takes the cached one and gives its own back (*deduplicated*).
+# Two blocks for the book; two blocks and three quarters of one for the shelf. And for the same question again all but
+# one word are found, because one token has to be run. Both copy the third block, to write their twelfth word. For the
+# shelf it is another word, and the copy is a block of its own. For the page it is the same one: at the end of the step
+# the copy is a twin of a block that is cached already, so the request takes the cached one and gives its own back
+# (*deduplicated*).
 #
 # In the stepper, a block that the cache holds names it among its owners. When all four requests run, five hold block 0.
 
@@ -181,14 +218,15 @@ assert engine.blocks.allocator.num_free < 16
 # because a block that only the cache holds counts as room. When blocks are needed and too few are free, it gives up
 # those that were used least recently (*LRU*).
 #
-# **Predict.** A pool of 6 blocks. The question about the page has been answered, and the cache has blocks 0, 1 and 2.
-# Now an unrelated prompt comes that needs five blocks, so two have to leave. Which two, and in which order? All three
-# were released in the same moment.
+# **Predict.** A pool of 6 blocks. The question about the page has been answered, and the cache has blocks 0 to 3. (The
+# last one has three words. Its request has ended, so nobody will write into it any more, and it is kept like the full
+# ones.) Now an unrelated prompt comes that needs five blocks, so three have to leave. Which, and in which order? All
+# four were released in the same moment.
 #
 # <details><summary>See</summary>
 #
-# **first block 2, then block 1** (`evicted[:2]`). From the end of the chain: without block 0 nobody could find the
-# others.
+# **first block 3, then block 2, then block 1** (`evicted[:3]`). From the end of the chain: without block 0 nobody could
+# find the others.
 #
 # </details>
 
@@ -206,13 +244,13 @@ with record("Leaves before their parents", model.decode) as evicting:
 
 evicted = [event.block for event in evicting.events if isinstance(event, BlockEvicted)]
 print("evicted, in this order:", evicted)
-assert evicted == [2, 1, 5, 4, 3]
+assert evicted == [3, 2, 1, 5, 4, 3]
 assert updates[-1].request_id == "book"
 assert updates[-1].output.num_cached_tokens == 4
 
 # %% [markdown]
 # The leaves of the chain go before their parents: when a request ends, its blocks are released last one first. Had
-# block 0 been given up first, blocks 1 and 2 would still take room, and nobody could ever find them, since every
+# block 0 been given up first, the others would still take room, and nobody could ever find them, since every
 # search begins at the beginning of the chain. So the next question still finds four of its tokens. (Its other blocks
 # take the places of 5, 4 and 3, which the unrelated prompt has left: its leaves first, again.)
 
@@ -245,8 +283,8 @@ for question in ("What is a page?", "And what is a book?", "Which of the two is 
 
 assert turns[0].num_cached_tokens == 0
 for before, turn in pairwise(turns):
-    assert turn.num_cached_tokens % 16 == 0
-    assert turn.num_cached_tokens > len(before.prompt_token_ids) // 16 * 16  # all that filled a block, and more
+    computed_before = len(before.prompt_token_ids) + len(before.outputs[0].token_ids) - 1
+    assert turn.num_cached_tokens == computed_before  # all of it: the last token of an answer is chosen, and not run
 
 # %%
 rows = []
@@ -256,8 +294,10 @@ for i, turn in enumerate(turns, start=1):
 Bars(rows, {"found": "lines", "computed": "full"}, unit=" tokens")
 
 # %% [markdown]
-# The conversation grows from turn to turn, and what has to be computed does not: it is the new question, and what did
-# not fill a block. The answers are in the blocks as well, since decoding fills blocks like a prompt does.
+# The conversation grows from turn to turn, and what has to be computed does not: it is the new question, and the last
+# token of the answer before it. The answers are in the blocks as well, since decoding fills blocks like a prompt does.
+# The last block of a turn is hardly ever full. The cache keeps it when the turn has ended, and the next turn takes it
+# over and goes on filling it, without a copy.
 #
 # Nothing of this may change a word. Without a cache, the last turn is answered with the same tokens:
 

@@ -4,7 +4,8 @@ A chat model has no memory of its own: every turn sends the whole conversation a
 The blocks that the first turn filled stay in the cache when its request ends. The second turn begins with the same
 tokens, finds their blocks there, and computes only the new ones. A block is in one of four states:
 
-    shared   the answer's block table and the prefix cache both hold it: it is full, and the next turn can find it
+    shared   the answer's block table and the prefix cache both hold it: it is full, or the answer is about to end; the
+             next turn can find it
     used     only the table holds it: the last block, which is being filled
     cached   only the cache holds it: it is from an earlier turn, and is given back when room is needed
     free     nothing holds it

@@ -136,6 +136,7 @@ def _tell_computed(state: State, sequence: LiveSequence, event: ev.TokensCompute
         return Sentence("return", f"{called(sequence.request)} is back: {again}", blocks)
     if sequence.request.joining:
         former = _former_holders(state, blocks)
+        blocks = (*sequence.table[start // size :], *blocks)  # it may begin in a block that it found
         text = f"request {sequence.request.name} joins: {_count(count, 'token')} into {numbers(blocks)}{former}"
         return Sentence("join", text, blocks)
     tokens = f"tokens {start}-{event.num_tokens - 1}" if count > 1 else f"token {start}"

@@ -265,7 +265,8 @@ def test_a_chat_says_what_was_found_in_the_cache(client: openai.OpenAI) -> None:
         answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=2)
         assert answer.usage is not None
         assert answer.usage.prompt_tokens_details is not None
-        assert bool(answer.usage.prompt_tokens_details.cached_tokens) == expects_hit
+        num_found = answer.usage.prompt_tokens_details.cached_tokens  # the template's first words may be there before
+        assert (num_found == answer.usage.prompt_tokens - 1) == expects_hit
 
 
 def test_logprobs_of_a_chat(client: openai.OpenAI) -> None:

@@ -60,7 +60,7 @@ class CachedTrace:
         cache = PrefixCache(1, allocator)
         num_found = 0
         for hashes, num_tokens in requests:
-            found = cache.match([*hashes, -1])  # a prompt ends with tokens of its own
+            found, _ = cache.match([*hashes, -1])  # a prompt ends with tokens of its own
             num_found += min(len(found) * HASHED_TOKENS, num_tokens)  # the last block may not be full
             table = tier.block_table(1, allocator)
             table.adopt(found)

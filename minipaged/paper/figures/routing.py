@@ -158,8 +158,7 @@ class Fleet:
             assert metrics.first_token_time is not None
             self._prompt_tokens += len(talk.prompt)
             self._found += output.num_cached_tokens
-            ran = max(0, talk.history_tokens - 1)  # the last token of an answer was never run
-            self._known += ran // BLOCK_SIZE * BLOCK_SIZE
+            self._known += max(0, talk.history_tokens - 1)  # the last token of an answer was never run
             self._first_token.append(metrics.first_token_time - came)
             self._latency.append(metrics.finished_time - came)
             self._at(metrics.finished_time, replica.answered)

@@ -459,10 +459,10 @@ class Fig10(Stepped):
 
     def checks(self, told: RetoldRun) -> list[Check]:
         state = told.after_step(self.moment)
-        reused = {event.sequence: len(event.blocks) for event in told.of(PrefixReused)}
+        reused = {event.sequence: event.num_found(state.block_size) for event in told.of(PrefixReused)}
         computed: dict[int, int] = {}
         for event in told.of(TokensComputed):
-            computed.setdefault(event.sequence, event.num_tokens - reused.get(event.sequence, 0) * state.block_size)
+            computed.setdefault(event.sequence, event.num_tokens - reused.get(event.sequence, 0))
         a, b = sequences(state)
         in_prefix = len(PREFIX.split()) // state.block_size
         return [

@@ -68,6 +68,8 @@ class WatchedRequest:
     num_generated: int = 0
     found: tuple[int, ...] = ()
     """The cached blocks that the request's first block table began with."""
+    num_found: int = 0
+    """The number of its tokens in those blocks."""
     ttft: float | None = None
     """Seconds from arrival to the first token."""
     ended: str = ""
@@ -316,7 +318,7 @@ class Watch:
         name = self.state.sequences[event.sequence].request.name
         request = self._requests[name]
         if event.source == "cache" and request.ttft is None and not request.found:  # not after a preemption
-            request.found = event.blocks
+            request.found, request.num_found = event.blocks, event.num_found(self.state.block_size)
         self._tell(name)
 
     def _end(self, request: WatchedRequest, reason: str) -> None:
@@ -394,7 +396,7 @@ class Watch:
             live.queue if live else request.ended,
             "".join(sequence.letter for sequence in live.sequences) if live else "",
             request.num_prompt_tokens,
-            len(request.found) * self.state.block_size,
+            request.num_found,
             _runs_of(request.found),
             _milliseconds(request.ttft),
             request.num_generated,

@@ -9,7 +9,7 @@ Ownership: the cache holds one reference on each cached block, like one more seq
 
 - *in use* while sequences hold it too (reference count 2 or more);
 - *evictable* when only the cache holds it (reference count 1): it counts as available, and is given back when blocks
-  are needed, least recently used first.
+  are needed, least recently used first; those that are not full come before all others.
 
 A holder of a cached block also holds all its cached parents. (`publish` ensures this: it replaces a block that was
 computed twice by the one already cached.) Blocks are released last first, so children are released before their
@@ -83,6 +83,8 @@ class PrefixCache:
         for block in blocks:
             if block in self.entry_of and self._allocator.ref_count(block) == 1:
                 self._evictable[block] = None
+                if len(self.entry_of[block].tokens) < self.block_size:  # a partial entry is worth less than its room
+                    self._evictable.move_to_end(block, last=False)
 
     def publish(self, tokens: Sequence[int], table: BlockTable, num_published: int) -> Iterator[tuple[int, int, int]]:
         """Cache the full blocks of `tokens` from logical block `num_published` on, one per iteration.
@@ -122,7 +124,7 @@ class PrefixCache:
         return self.children.shorter(self.entry_of[block])
 
     def evict(self, num_blocks: int) -> list[int]:
-        """Give back the `num_blocks` least recently used evictable blocks."""
+        """Give back `num_blocks` evictable blocks: partial entries, then the least recently used full blocks."""
         evicted = [block for block, _ in zip(self._evictable, range(num_blocks), strict=False)]
         for block in evicted:
             self.drop(block)

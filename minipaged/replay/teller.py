@@ -70,8 +70,10 @@ def tell(state: State, event: Event, words: Words | None = None) -> Sentence | N
             text = f"block {event.own} has the content of cached block {event.cached}: given back"
             return Sentence("same", text, (event.own, event.cached))
         case ev.BlockEvicted():
+            full = len(state.cached.get(event.block, ())) == state.block_size
+            which = "the one unused for longest" if full else "which is not full"
             text = {
-                "room": f"room is needed: the prefix cache gives back block {event.block}, the one unused for longest",
+                "room": f"room is needed: the prefix cache gives back block {event.block}, {which}",
                 "taken over": f"the prefix cache gives up block {event.block} to the next one that writes into it",
                 "redundant": f"the prefix cache gives back block {event.block}: a longer one begins with its tokens",
             }[event.reason]

@@ -311,6 +311,7 @@ TWINS = {
     "kv_cache": ("KVCache",),
     "handover": ("read_blocks", "write_blocks"),
     "attention": ("paged_attention",),
+    "cascade": ("shared_prefixes",),
     "preemption": ("carry", "measure"),
     "beam_search": ("BeamSearch",),
     "sampling": ("sample",),
@@ -461,7 +462,7 @@ FIRST_READING = (
     *sorted(
         f"reference/{path.name}"
         for path in (ROOT / "reference").glob("*.py")
-        if path.stem not in ("handover", "sharded")
+        if path.stem not in ("cascade", "handover", "sharded")
     ),
     *(f"engine/{name}.py" for name in ("engine", "scheduler", "policy", "block_manager", "prefix_cache")),
 )

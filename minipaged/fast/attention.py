@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minipaged.fast.kernels import Paged
+from minipaged.fast.kernels import Paged, Shared
 from minipaged.fast.kv_cache import KVCache
 
 
@@ -74,18 +74,19 @@ def attend(
     *,
     num_decoding: int = 0,
     max_query_len: int,
+    shared: Shared | None = None,
 ) -> Tensor:
     """`paged_attention` without the checks, with int32 integers. Sequence s has row rows[s] of `tables`
     [rows, max_blocks].
 
     num_decoding: the number of sequences with one query token each; they come first. query_start:
-    [other sequences + 1], offsets into the query tokens after those.
+    [other sequences + 1], offsets into the query tokens after those. shared: groups of sequences with one query token.
     """
     paged = Paged(*kv_cache.layer(layer), tables, rows, context_lens, kv_cache.scales(layer))
     kernels, n = kv_cache.kernels, num_decoding
     parts: list[Tensor] = []
     if n:
-        decoding = paged._replace(rows=rows[:n], context_lens=context_lens[:n])
+        decoding = paged._replace(rows=rows[:n], context_lens=context_lens[:n], shared=shared)
         parts.append(kernels.paged_decode(query[:n], decoding, scale))
     if n < len(rows):
         # Triton has compiled the kernel for addresses that are multiples of 16, and would recompile it for others.

@@ -24,6 +24,17 @@ from torch import Tensor
 from minipaged.models.quantized.stored import StoredMatrix
 
 
+class Shared(NamedTuple):
+    """Groups of sequences that begin with the same blocks. A sequence is in one group at most."""
+
+    members: Tensor
+    """[members] int32: indices of sequences in the batch, one group after another."""
+    starts: Tensor
+    """[groups + 1] int32: group g has the members from starts[g] to starts[g + 1] - 1."""
+    num_tokens: Tensor
+    """[groups] int32: the tokens in the shared blocks, which are full. They come before every member's query."""
+
+
 class Paged(NamedTuple):
     """The keys and values of a batch of sequences, in blocks: one layer's pool, and where each sequence lies in it."""
 
@@ -41,6 +52,8 @@ class Paged(NamedTuple):
     reads nothing for it and returns zeros."""
     scales: Tensor | None = None
     """The scales of keys and values in 8 bits (`KVCacheKernels`: `kv_scales`); None for the model's type."""
+    shared: Shared | None = None
+    """Sequences whose common blocks `paged_decode` may read once for all of them. None: each reads its own."""
 
 
 class AttentionKernels(Protocol):
@@ -48,6 +61,8 @@ class AttentionKernels(Protocol):
 
     def paged_decode(self, query: Tensor, paged: Paged, scale: float) -> Tensor:
         """Attention of one query token per sequence over its whole context.
+
+        On a CPU, `paged.shared` changes the speed and no bit of the result.
 
         query: [seqs, heads, head_dim] of the model's type. scale: the factor of the scores, positive.
 
@@ -211,11 +226,18 @@ class RunLayers(Protocol):
     """The number of sequences up to which it is faster than layer by layer."""
 
     def __call__(
-        self, residual: Tensor, positions: Tensor, slots: Tensor, tables: Tensor, rows: Tensor, context_lens: Tensor
+        self,
+        residual: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        tables: Tensor,
+        rows: Tensor,
+        context_lens: Tensor,
+        shared: Shared | None = None,
     ) -> Tensor:
         """Return the output of the last layer, [seqs, hidden]. The residual [seqs, hidden] is overwritten.
 
-        positions, slots: [seqs]. tables, rows, context_lens: as in `Paged`.
+        positions, slots: [seqs]. The others: as in `Paged`.
         """
 
 

@@ -127,8 +127,7 @@ def fast_pair(batch: int, context: int, device: str) -> Pair:
         return out.float().cpu().numpy()  # waits for a GPU
 
     def paged() -> Any:
-        sizes = {"num_decoding": batch, "max_query_len": 1}
-        return finished(attend(query, cache, 0, tables, rows, starts, lens, scale, **sizes))
+        return finished(attend(query, cache, 0, tables, rows, starts, lens, scale, num_decoding=batch, max_query_len=1))
 
     def contiguous() -> Any:
         out = torch.nn.functional.scaled_dot_product_attention(query[:, :, None], keys, values, scale=scale)

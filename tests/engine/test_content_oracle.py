@@ -7,11 +7,14 @@ every request has finished (liveness) with the tokens that it gets when it is se
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from minipaged.engine import block_manager, launch, steady
 from minipaged.engine.block_manager import BlockManager
@@ -21,8 +24,10 @@ from minipaged.engine.prefix_cache import PrefixCache
 from minipaged.engine.scheduler import Scheduler
 from minipaged.engine.sequence import SequenceState
 from minipaged.errors import Invariant, InvariantViolation
+from minipaged.fast.cascade import shared_prefixes as fast_shared_prefixes
 from minipaged.params import EngineConfig, SamplingParams
 from minipaged.reference.block_table import BlockTable
+from minipaged.reference.cascade import shared_prefixes
 from minipaged.steps import BlockMoves
 from minipaged.testing.content_runner import ContentRunner, GivenRow
 from tests.effort import one_case_in, scaled, seeds, thorough
@@ -173,6 +178,88 @@ def test_each_position_is_looked_up_in_the_table(steady: bool) -> None:
     with pytest.raises(InvariantViolation, match=r"positions .* cannot be in slots"):
         run.to_the_end()
     assert 40 < len(run.engine.scheduler.waiting[0].sequences[0].tokens) <= 49
+
+
+# --- Blocks that are read once for several rows ---------------------------------------------------
+
+
+class SharedReader(ContentRunner):
+    """Reads the blocks that rows of one token share in the table of the first of them."""
+
+    def compute(self, rows: Sequence[GivenRow]) -> np.ndarray:
+        tables, decoding = [row.blocks for row in rows], [i for i, row in enumerate(rows) if len(row.token_ids) == 1]
+        lens = [len(rows[i].tokens_before) + 1 for i in decoding]
+        for members, num_blocks in self.groups([tables[i] for i in decoding], lens) if decoding else ():
+            for member in members[1:]:
+                first, own = decoding[members[0]], decoding[member]
+                tables[own] = [*tables[first][:num_blocks], *tables[own][num_blocks:]]
+        return super().compute([replace(row, blocks=table) for row, table in zip(rows, tables, strict=True)])
+
+    def groups(self, tables: Sequence[list[int]], lens: list[int]) -> list[tuple[list[int], int]]:
+        padded = np.full((len(tables), max(map(len, tables))), -1, np.int32)
+        for row, table in zip(padded, tables, strict=True):
+            row[: len(table)] = table
+        found = shared_prefixes(padded, np.array(lens), self.block_size)
+        return [(members.tolist(), num_blocks) for members, num_blocks in found]
+
+
+class FastSharedReader(SharedReader):
+    def groups(self, tables: Sequence[list[int]], lens: list[int]) -> list[tuple[list[int], int]]:
+        width = max(map(len, tables))
+        padded = torch.tensor([[*table, *[-1] * (width - len(table))] for table in tables], dtype=torch.int32)
+        shared = fast_shared_prefixes(padded, torch.tensor(lens, dtype=torch.int32), self.block_size)
+        if shared is None:
+            return []
+        members, starts, num_tokens = (each.tolist() for each in shared)
+        return [(members[a:z], n // self.block_size) for (a, z), n in zip(pairwise(starts), num_tokens, strict=True)]
+
+
+@scaled
+@pytest.mark.parametrize("make_runner", [SharedReader, FastSharedReader])
+@pytest.mark.parametrize("seeds", seeds(100, 50), ids=str)
+def test_blocks_are_read_once_only_for_rows_that_begin_with_them(make_runner: type[SharedReader], seeds: range) -> None:
+    for seed in seeds:
+        try:
+            run_with(make_runner, seed)
+        except Exception as error:
+            error.add_note(f"in workload {seed}")
+            raise
+
+
+right_groups = SharedReader.groups
+
+
+def one_block_more(self: SharedReader, tables: Sequence[list[int]], lens: list[int]) -> list[tuple[list[int], int]]:
+    """The block in which the tables differ, too, where all have one."""
+    whole = [(length - 1) // self.block_size for length in lens]
+    groups = right_groups(self, tables, lens)
+    return [(members, min(num_blocks + 1, *(whole[i] for i in members))) for members, num_blocks in groups]
+
+
+def by_reference_counts(
+    self: SharedReader, tables: Sequence[list[int]], lens: list[int]
+) -> list[tuple[list[int], int]]:
+    """As if a block that n sequences hold were held by any n sequences of the batch."""
+    assert self.engine is not None
+    counts = [[self.engine.blocks.allocator.ref_count(block) for block in table] for table in tables]
+    common = [i for i, row in enumerate(counts) if row[0] == len(tables) and lens[i] > self.block_size]
+    return [(common, 1)] if len(common) > 1 else []
+
+
+@pytest.mark.parametrize("wrong", [one_block_more, by_reference_counts])
+def test_the_oracle_finds_a_cascade_over_tables_that_differ_in_one_block(
+    wrong: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SharedReader, "groups", wrong)
+
+    def fails(seed: int) -> bool:
+        try:
+            run_with(SharedReader, seed)
+        except InvariantViolation as error:
+            return error.invariant is Invariant.CONTENT
+        return False
+
+    assert any(fails(seed) for seed in range(500))
 
 
 # --- Bugs that the oracle must find ---------------------------------------------------------------

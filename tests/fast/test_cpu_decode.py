@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
 
-from minipaged.fast.cpu.decode import GROUP, TILE, add_values, score_tile
+from minipaged.fast.cpu.decode import GROUPS, TILE, add_values, score_tile
 from minipaged.fast.cpu.vectors import number_type
 from tests.effort import examples
 from tests.fast.test_cpu_prefill import WAYS, attended, check, make
@@ -52,7 +52,7 @@ def one_tile(q, keys, values, size, group, head_dim, scale, p, o, m_l):
 
 
 @pytest.mark.parametrize("size", [1, 15, 16, 17, TILE - 1, TILE])
-@pytest.mark.parametrize(("group", "head_dim"), [(1, 32), (3, 64), (GROUP + 1, 128)])
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 32), (3, 64), (GROUPS[0] + 5, 128)])
 def test_nothing_beside_scratch_memory_is_written(size: int, group: int, head_dim: int) -> None:
     dtype, random = WAYS["pairs"][0], torch.Generator().manual_seed(size)
     q, k, v = (torch.randn(rows, head_dim, generator=random).to(dtype) for rows in (group, TILE, TILE))

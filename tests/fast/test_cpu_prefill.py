@@ -109,7 +109,7 @@ def check(way: str, arguments: Arguments) -> None:
 def expected(arguments: Arguments) -> tuple[Tensor, Tensor, float]:
     """Attention in float64; the same with the values' absolutes; and the most that a score's terms add up to, with
     theirs."""
-    query, (keys, values, tables, rows, contexts, _), start, scale = arguments
+    query, (keys, values, tables, rows, contexts, *_), start, scale = arguments
     group = query.shape[1] // keys.shape[1]
     (exact, size), terms = torch.empty(2, *query.shape, dtype=torch.float64), 0.0
     for s, context in enumerate(contexts.tolist()):
@@ -260,7 +260,7 @@ def test_nothing_beside_scratch_memory_is_written(way: str, head_dim: int) -> No
     if isinstance(number, np.uint16) and head_dim % 2:
         pytest.skip("not multiplied in pairs")
     query, paged, _, scale = make([(130, 90)], dtype, head_dim=head_dim, kv_heads=1)
-    keys, values, tables, rows, contexts, _ = paged
+    keys, values, tables, rows, contexts, *_ = paged
     pool = attention.KernelPool(
         *(keys.data_ptr(), values.data_ptr(), 0, keys.stride(0) * keys.itemsize, keys.stride(1) * keys.itemsize),
         *(1, keys.shape[2], attention.KINDS[dtype]),

@@ -6,6 +6,11 @@ Decoding reads every key and value once and computes little with each, so it is 
 - the tiles of a batch, whatever the lengths of its sequences, are divided into equal stretches, as many as there are
   threads on a quiet machine. A stretch may begin or end within a sequence; the parts of that sequence's online softmax
   are merged at the end, as the GPU kernel merges its splits.
+
+Sequences that begin with the same blocks (`kernels.Shared`) go through these blocks together: a tile is read once, and
+all their queries attend to it while it is in the nearest cache. Then each goes on with its own blocks, with the running
+values (m, l, o) that it has. So there is nothing to merge, and a result has the same bits as without sharing. A pair
+that is cut between two stretches is left out, because its parts are merged.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, call-arg"
@@ -16,16 +21,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from llvmlite import ir
 from numba import prange, types
-from numba.extending import overload
+from numba.extending import intrinsic, overload
 from torch import Tensor
 
 from minipaged.fast.cpu.bfloat16 import Array, array_at, as_array, float_of_bits, narrow, prefetch, widen
-from minipaged.fast.cpu.decode import TILE, add_values, score_tile
+from minipaged.fast.cpu.decode import GROUPS, SCORED, TILE, add_values, score_tile, score_turned, turn_keys
 from minipaged.fast.cpu.kernel_cache import inner, kernel, loop
 from minipaged.fast.cpu.threads import num_pieces
 from minipaged.fast.cpu.vectors import LANES, number_type
-from minipaged.fast.kernels import Paged
+from minipaged.fast.kernels import Paged, Shared
 
 STEP = 4
 """The number of values that are weighted and added at a time."""
@@ -89,6 +95,13 @@ class Scratch(NamedTuple):
     """[TILE]: the addresses of keys or values."""
 
 
+SharedArrays = tuple[Array, Array, Array]
+"""`Shared` for compiled code: members, starts, numbers of tokens."""
+NOTHING_SHARED: SharedArrays = np.empty(0, np.int32), np.zeros(1, np.int32), np.empty(0, np.int32)
+TOGETHER = 16
+"""The most sequences that go through shared blocks together. Their queries, sums and weights fit the second cache."""
+AT_LEAST = 4
+"""The fewest sequences into which a group is divided so that all threads have work."""
 LOWEST = np.float32(-1e30)
 """The largest score before there is any. Minus infinity would not do: `LOWEST - LOWEST` must be 0, not NaN."""
 SCALE_BYTES = 4
@@ -110,12 +123,18 @@ def paged_decode(query: Tensor, paged: Paged, scale: float) -> Tensor:
         as_array(query),
         KernelPool.of(paged.keys, paged.values, paged.scales),
         (paged.tables.numpy(), paged.rows.numpy(), paged.context_lens.numpy()),
+        shared_arrays(paged.shared),
         np.float32(scale),
         num_pieces(),
         np.float32(0) if paged.scales is not None else pairs_or_floats(query.dtype, query.shape[2]),
         as_array(out),
     )
     return out
+
+
+def shared_arrays(shared: Shared | None) -> SharedArrays:
+    """Return the groups of sequences that begin with the same blocks, for compiled code."""
+    return NOTHING_SHARED if shared is None else tuple(each.numpy() for each in shared)  # type: ignore[return-value]
 
 
 def pairs_or_floats(dtype: torch.dtype, head_dim: int) -> Any:
@@ -147,16 +166,16 @@ def exponential(x):
 
 
 @kernel(parallel=True, error_model="numpy")
-def _decode(query, pool, where, scale, num_pieces, number, out):
-    """query, out: [seqs, heads, head_dim]. where: tables, rows, context_lens. number: see `pairs_or_floats`.
+def _decode(query, pool, where, shared, scale, num_pieces, number, out):
+    """query, out: [seqs, heads, head_dim]. where: tables, rows, context_lens. shared: `SharedArrays`. number: see
+    `pairs_or_floats`.
 
-    The parallel loop contains little more than a call, because numba takes several times as long to compile the code
+    The parallel loops contain little more than a call, because numba takes several times as long to compile the code
     inside such a loop.
     """
     _, _, context_lens = where
     seqs, heads, head_dim = query.shape
     group = heads // pool.kv_heads
-    first_tile = _count_tiles(context_lens, pool.kv_heads)
     for s in range(seqs):
         for g in range(heads if context_lens[s] == 0 else 0):
             for d in range(head_dim):
@@ -165,69 +184,242 @@ def _decode(query, pool, where, scale, num_pieces, number, out):
     part_of = np.empty((num_pieces, 2), np.int64)
     part_m_l = np.empty((num_pieces, 2, group, 2), np.float32)
     part_o = np.empty((num_pieces, 2, group, head_dim), np.float32)
+    parts = part_m_l.reshape(-1, group, 2), part_o.reshape(-1, group, head_dim)
+    work, first = _divide(context_lens, pool.kv_heads, part_of)
+    chunks = _chunks(shared, pool.kv_heads, num_pieces)
+    pairs = seqs * pool.kv_heads if len(chunks) else 0
+    tiles_done = np.zeros(pairs, np.int64)
+    done = tiles_done, np.empty((pairs, group, 2), np.float32), np.empty((pairs, group, head_dim), np.float32)
+    taken = np.zeros(1, np.int64)
+    for _ in prange(num_pieces if pairs else 0):
+        _attend_together(query, pool, where, shared, scale, chunks, taken, part_of, number, done)
+    taken = first.copy()
     for piece in prange(num_pieces):
-        parts = part_of[piece], part_m_l[piece], part_o[piece]
-        begin, end = first_tile[-1] * piece // num_pieces, first_tile[-1] * (piece + 1) // num_pieces
-        _attend_tiles(query, pool, where, scale, first_tile, begin, end, number, parts, out)
+        if pairs:  # what is left differs from pair to pair: each thread takes the next one
+            _attend(query, pool, where, scale, work, taken, len(work), number, done, parts, out)
+        else:
+            _attend(query, pool, where, scale, work, taken[piece:], first[piece + 1], number, done, parts, out)
     _merge(part_of, part_m_l, part_o, pool.kv_heads, out)
 
 
 @inner()
-def _count_tiles(context_lens, kv_heads):
-    """Return the index of each pair's first tile, then the count of tiles: [pairs + 1]. A pair: (sequence, kv head)."""
-    first_tile = np.empty(len(context_lens) * kv_heads + 1, np.int64)
-    first_tile[0] = 0
+def _divide(context_lens, kv_heads, part_of):
+    """Divide all tiles into equal pieces [num_pieces]. Returns work [n, 4]: a pair, the first tile, the end, and the
+    place among the parts (-1 for a whole pair); and the first work of each piece [num_pieces + 1]. Fills part_of
+    [num_pieces, 2] with the pairs that are cut."""
+    total = 0
     for s in range(len(context_lens)):
-        for h in range(kv_heads):
-            tiles = (context_lens[s] + TILE - 1) // TILE
-            first_tile[s * kv_heads + h + 1] = first_tile[s * kv_heads + h] + tiles
-    return first_tile
+        total += (context_lens[s] + TILE - 1) // TILE * kv_heads
+    num_pieces = len(part_of)
+    work = np.empty((len(context_lens) * kv_heads + num_pieces, 4), np.int64)
+    first = np.zeros(num_pieces + 1, np.int64)
+    n, pair, start, tiles = 0, -1, 0, 0  # the pair's first tile among all tiles, and its number of tiles
+    for piece in range(num_pieces):
+        part_of[piece, 0] = part_of[piece, 1] = -1
+        begin, end = total * piece // num_pieces, total * (piece + 1) // num_pieces
+        while begin < end:
+            while start + tiles <= begin:
+                pair += 1
+                start += tiles
+                tiles = (context_lens[pair // kv_heads] + TILE - 1) // TILE
+            stop, place = min(end, start + tiles), -1
+            if begin > start or stop < start + tiles:
+                side = 0 if begin > start else 1
+                part_of[piece, side] = pair
+                place = 2 * piece + side
+            work[n, 0], work[n, 1], work[n, 2], work[n, 3] = pair, begin - start, stop - start, place
+            n += 1
+            begin = stop
+        first[piece + 1] = n
+    return work[:n], first
+
+
+@inner()
+def _chunks(shared, kv_heads, num_pieces):
+    """Divide the groups into chunks [n, 3]: the group, and the first and the end of its members. Each chunk, with each
+    key/value head, is work for one thread."""
+    _, starts, num_tokens = shared
+    chunks = np.empty((starts[-1], 3), np.int64)
+    n = 0
+    for g in range(len(num_tokens)):
+        size = np.int64(starts[g + 1] - starts[g])
+        for_all_threads = (2 * num_pieces + kv_heads - 1) // kv_heads
+        parts = max((size + TOGETHER - 1) // TOGETHER, min(for_all_threads, size // AT_LEAST))
+        for i in range(parts if num_tokens[g] >= TILE else 0):
+            chunks[n, 0] = g
+            chunks[n, 1], chunks[n, 2] = starts[g] + size * i // parts, starts[g] + size * (i + 1) // parts
+            n += 1
+    return chunks[:n]
 
 
 @inner(fastmath=FASTMATH, error_model="numpy")
-def _attend_tiles(query, pool, where, scale, first_tile, begin, end, number, parts, out):
-    """Attend to the tiles `begin` to `end` - 1. Write whole pairs' results to `out`, cut pairs' to `parts`."""
-    tables, rows, context_lens = where
-    part_of, part_m_l, part_o = parts
+def _attend_together(query, pool, where, shared, scale, chunks, taken, part_of, number, done):
+    """Attend to the whole tiles of shared blocks, one chunk of sequences after another, until none is left. Writes to
+    `done`, for each pair: the number of tiles, m and l [group, 2], and o [group, head_dim]. Pairs that are cut are left
+    out."""
+    tables, rows, _ = where
+    members, _, num_tokens = shared
+    tiles_done, done_m_l, done_o = done
     kv_heads, group, head_dim = pool.kv_heads, query.shape[1] // pool.kv_heads, query.shape[2]
-    row_bytes = head_dim * (query.itemsize if pool.kind == AS_IT_IS else 1)
-    scale_stride = pool.block_size * SCALE_BYTES  # from one head to the next
+    most = TOGETHER * group
+    most += -most % SCORED  # queries that do not exist are zeros
+    queries, pairs = np.zeros((most, head_dim), query.dtype), np.empty(TOGETHER, np.int64)
+    q, o = np.empty((most, head_dim), np.float32), np.empty((most, head_dim), np.float32)
+    m_l, p = np.empty((most, 2), np.float32), np.empty((most, TILE), np.float32)
+    scratch = Scratch(q, o, m_l, p, np.empty((TILE, head_dim), np.float32), np.empty(TILE, np.int64))
+    while True:
+        item: Any = take(taken.ctypes.data)
+        if item >= len(chunks) * kv_heads:
+            break
+        chunk, h = item // kv_heads, item % kv_heads
+        g, n = chunks[chunk, 0], 0
+        for i in range(chunks[chunk, 1], chunks[chunk, 2]):
+            s = np.int64(members[i])
+            if _is_cut(part_of, s * kv_heads + h):
+                continue
+            pairs[n] = s * kv_heads + h
+            for j in range(group):
+                for d in range(head_dim):
+                    queries[n * group + j, d] = query[s, h * group + j, d]
+            n += 1
+        for row in range(most):
+            m_l[row, 0], m_l[row, 1] = LOWEST, 0
+            for d in range(head_dim):
+                q[row, d], o[row, d] = widen(queries[row, d]) * scale, 0
+        num_tiles = num_tokens[g] // TILE if n else 0
+        head, table = _head(pool, h, query, head_dim), tables[rows[members[chunks[chunk, 1]]]]
+        for t in range(num_tiles):
+            _attend_shared_tile(queries, head, table, t * TILE, num_tokens[g], scale, n, group, scratch, number)
+        for i in range(n):
+            tiles_done[pairs[i]] = num_tiles
+            for j in range(group):
+                row = i * group + j
+                done_m_l[pairs[i], j, 0], done_m_l[pairs[i], j, 1] = m_l[row, 0], m_l[row, 1]
+                for d in range(head_dim):
+                    done_o[pairs[i], j, d] = o[row, d]
+
+
+@inner()
+def _is_cut(part_of, pair):
+    cut = False
+    for piece in range(len(part_of)):
+        cut |= part_of[piece, 0] == pair or part_of[piece, 1] == pair
+    return cut
+
+
+@inner(fastmath=FASTMATH, error_model="numpy")
+def _attend(query, pool, where, scale, work, taken, end, number, done, parts, out):
+    """Do the work from the number taken[0] on, up to `end`. Write whole pairs' results to `out`, cut pairs' to
+    `parts`. Pairs in `done` go on from what they have."""
+    tables, rows, context_lens = where
+    part_m_l, part_o = parts
+    tiles_done, done_m_l, done_o = done
+    kv_heads, group, head_dim = pool.kv_heads, query.shape[1] // pool.kv_heads, query.shape[2]
     q, o = np.empty((group, head_dim), np.float32), np.empty((group, head_dim), np.float32)
     m_l, p = np.empty((group, 2), np.float32), np.empty((group, TILE), np.float32)
     tile, places = np.empty((TILE, head_dim), np.float32), np.empty(TILE, np.int64)
     scratch = Scratch(q, o, m_l, p, tile, places)
-    part_of[0] = part_of[1] = -1
-    pair = 0
-    while begin < end and first_tile[pair + 1] <= begin:
-        pair += 1
-    while begin < end:
+    while True:
+        item: Any = take(taken.ctypes.data)
+        if item >= end:
+            break
+        pair, begin, stop, place = work[item, 0], work[item, 1], work[item, 2], work[item, 3]
         s, h = pair // kv_heads, pair % kv_heads
-        k, v, table = pool.keys + h * pool.head_stride, pool.values + h * pool.head_stride, tables[rows[s]]
-        k_scales, v_scales = pool.scales + h * scale_stride, pool.scales + (kv_heads + h) * scale_stride
-        head = Head(k, v, k_scales, v_scales, pool.kind, pool.block_stride, pool.block_size, row_bytes)
-        queries = query[s : s + 1, h * group : (h + 1) * group]
-        stop = min(end, first_tile[pair + 1])
-        if stop > begin:
-            for g in range(group):
-                m_l[g, 0], m_l[g, 1] = LOWEST, 0
+        head, queries = _head(pool, h, query, head_dim), query[s : s + 1, h * group : (h + 1) * group]
+        goes_on = len(tiles_done) > 0 and tiles_done[pair] > 0
+        for g in range(group):
+            m_l[g, 0], m_l[g, 1] = (done_m_l[pair, g, 0], done_m_l[pair, g, 1]) if goes_on else (LOWEST, np.float32(0))
+            for d in range(head_dim):
+                q[g, d] = widen(queries[0, g, d]) * scale
+                o[g, d] = done_o[pair, g, d] if goes_on else np.float32(0)
+        for t in range(tiles_done[pair] if goes_on else begin, stop):
+            _attend_tile(queries, head, tables[rows[s]], t * TILE, context_lens[s], scale, scratch, number)
+        for g in range(group):
+            if place < 0:
                 for d in range(head_dim):
-                    q[g, d] = widen(queries[0, g, d]) * scale
-                    o[g, d] = 0
-            for t in range(begin - first_tile[pair], stop - first_tile[pair]):
-                _attend_tile(queries, head, table, t * TILE, context_lens[s], scale, scratch, number)
-            if begin == first_tile[pair] and stop == first_tile[pair + 1]:
-                for g in range(group):
-                    for d in range(head_dim):
-                        out[s, h * group + g, d] = narrow(o[g, d] / m_l[g, 1], out[0, 0, 0])
+                    out[s, h * group + g, d] = narrow(o[g, d] / m_l[g, 1], out[0, 0, 0])
             else:
-                side = 0 if begin > first_tile[pair] else 1
-                part_of[side] = pair
-                for g in range(group):
-                    part_m_l[side, g, 0], part_m_l[side, g, 1] = m_l[g, 0], m_l[g, 1]
-                    for d in range(head_dim):
-                        part_o[side, g, d] = o[g, d]
-        begin = stop
-        pair += 1
+                part_m_l[place, g, 0], part_m_l[place, g, 1] = m_l[g, 0], m_l[g, 1]
+                for d in range(head_dim):
+                    part_o[place, g, d] = o[g, d]
+
+
+@inner()
+def _head(pool, h, query, head_dim):
+    """Return the location of key/value head h. query: an array of the model's type."""
+    scale_stride = pool.block_size * SCALE_BYTES  # from one head to the next
+    return Head(
+        pool.keys + h * pool.head_stride,
+        pool.values + h * pool.head_stride,
+        pool.scales + h * scale_stride,
+        pool.scales + (pool.kv_heads + h) * scale_stride,
+        pool.kind,
+        pool.block_stride,
+        pool.block_size,
+        head_dim * (query.itemsize if pool.kind == AS_IT_IS else 1),
+    )
+
+
+@intrinsic
+def take(typingctx, address):
+    """Return the number at an address and increment it, atomically across threads."""
+
+    def codegen(context, builder, signature, arguments):
+        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", pointer, ir.IntType(64)(1), "monotonic")
+
+    return types.int64(types.int64), codegen
+
+
+def _attend_shared_tile(
+    queries: Any, head: Any, table: Any, start: Any, end: Any, scale: Any, n: Any, group: Any, scratch: Any, number: Any
+) -> None:
+    """Attend to the TILE keys from position `start` on, with the queries [n * group, head_dim] of n sequences. `end`:
+    of the shared tokens. Only for compiled code, like `_attend_tile`."""
+    raise NotImplementedError("for compiled code")
+
+
+@overload(_attend_shared_tile, jit_options={"fastmath": False})
+def _attend_shared_tile_as(queries, head, table, start, end, scale, n, group, scratch, number):
+    def pairs(queries, head, table, start, end, scale, n, group, scratch, number):
+        size, next_size, head_dim = np.int64(TILE), min(TILE, end - start - TILE), np.int64(queries.shape[1])
+        places, rows, turned = scratch.places, np.int64(n * group), scratch.tile.ctypes.data
+        q, p, o = queries.ctypes.data, scratch.p.ctypes.data, scratch.o.ctypes.data
+        _find_rows(head.k, head, table, start, size, places)
+        turn_keys(places.ctypes.data, head_dim, turned)
+        # A few lines are prefetched at a time: more would wait for each other.
+        for i in range(0, rows, SCORED):
+            a, z = TILE * i // rows, min(TILE, TILE * (i + SCORED) // rows)
+            _prefetch_tile(head.v, head.block_stride, head.block_size, table, start + a, z - a, head.row_bytes)
+            score_turned(
+                *(q + i * head_dim * 2, turned, np.int64(SCORED), head_dim),
+                *(scale, p + i * TILE * 2, o + i * head_dim * 4, scratch.m_l.ctypes.data + i * 8),
+            )
+        for j in range(TILE):
+            places[j] += head.v - head.k
+        for i in range(0, rows, GROUPS[0]):
+            a, z = next_size * i // rows, min(next_size, next_size * (i + GROUPS[0]) // rows)
+            _prefetch_tile(head.k, head.block_stride, head.block_size, table, start + TILE + a, z - a, head.row_bytes)
+            add_values(
+                *(places.ctypes.data, size, min(np.int64(GROUPS[0]), rows - i), head_dim),
+                *(p + i * TILE * 2, o + i * head_dim * 4),
+            )
+
+    def floats(queries, head, table, start, end, scale, n, group, scratch, number):
+        next_size, like = min(TILE, end - start - TILE), queries.reshape(1, queries.shape[0], queries.shape[1])
+        k, v, kind, block_stride, block_size = head.k, head.v, head.kind, head.block_stride, head.block_size
+        q, o, m_l, p, tile = scratch.q, scratch.o, scratch.m_l, scratch.p, scratch.tile
+        read_tile(k, head.k_scales, kind, block_stride, block_size, table, start, TILE, like, tile)
+        _prefetch_tile(v, block_stride, block_size, table, start, TILE, head.row_bytes)
+        for i in range(0, n * group, group):  # each sequence by itself, for the same bits as without sharing
+            own = m_l[i : i + group]
+            _take_scores(q[i : i + group], tile, TILE, own[:, 0], own[:, 1], o[i : i + group], p[i : i + group])
+        read_tile(v, head.v_scales, kind, block_stride, block_size, table, start, TILE, like, tile)
+        _prefetch_tile(k, block_stride, block_size, table, start + TILE, next_size, head.row_bytes)
+        for i in range(0, n * group, group):
+            _take_values(p[i : i + group], tile, TILE, o[i : i + group])
+
+    return pairs if number == types.uint16 else floats
 
 
 def _attend_tile(
@@ -238,7 +430,7 @@ def _attend_tile(
     raise NotImplementedError("for compiled code")
 
 
-@overload(_attend_tile)
+@overload(_attend_tile, jit_options={"fastmath": False})
 def _attend_tile_as(queries, head, table, start, context_len, scale, scratch, number):
     def pairs(queries, head, table, start, context_len, scale, scratch, number):
         size, next_size = min(TILE, context_len - start), min(TILE, context_len - start - TILE)

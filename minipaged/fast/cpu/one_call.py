@@ -21,14 +21,14 @@ from numba import types
 from numba.extending import overload
 from torch import Tensor
 
-from minipaged.fast.cpu.attention import AS_IT_IS, KINDS, KernelPool, _decode, pairs_or_floats
+from minipaged.fast.cpu.attention import AS_IT_IS, KINDS, KernelPool, _decode, pairs_or_floats, shared_arrays
 from minipaged.fast.cpu.bfloat16 import array_at, as_array
 from minipaged.fast.cpu.kernel_cache import inner, kernel
 from minipaged.fast.cpu.kv_cache import _rope_and_write
 from minipaged.fast.cpu.llama import FEW, DenseMatrix, _add_rms_norm, _rms_norm, _swiglu, multiply
 from minipaged.fast.cpu.product import TiledMatrix, multiply_tiles
 from minipaged.fast.cpu.threads import num_pieces
-from minipaged.fast.kernels import Layer, RunLayers
+from minipaged.fast.kernels import Layer, RunLayers, Shared
 
 
 class OneCall(RunLayers):
@@ -58,7 +58,14 @@ class OneCall(RunLayers):
         self.most_tokens = sys.maxsize if tiled else FEW
 
     def __call__(
-        self, residual: Tensor, positions: Tensor, slots: Tensor, tables: Tensor, rows: Tensor, context_lens: Tensor
+        self,
+        residual: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        tables: Tensor,
+        rows: Tensor,
+        context_lens: Tensor,
+        shared: Shared | None = None,
     ) -> Tensor:
         x = torch.empty_like(residual)
         _run(
@@ -69,6 +76,7 @@ class OneCall(RunLayers):
             (positions.numpy(), slots.numpy()),
             self._pool,
             (tables.numpy(), rows.numpy(), context_lens.numpy()),
+            shared_arrays(shared),
             self._scale,
             self._eps,
             (numba.get_num_threads(), num_pieces()),
@@ -107,7 +115,7 @@ def _addresses(layer: Any, view: tuple[Tensor, Tensor]) -> list[int]:
 
 
 @kernel()
-def _run(layers, sizes, residual, angles, places, pool, where, scale, eps, numbers, number, tiled, x):
+def _run(layers, sizes, residual, angles, places, pool, where, shared, scale, eps, numbers, number, tiled, x):
     """Overwrite residual [tokens, hidden], write the last layer's output to x [tokens, hidden]. angles: cos, sin
     [positions, head_dim / 2]. places: positions and slots, [tokens] each. numbers: of threads, and of the pieces of
     attention. tiled: whether the matrices are in tiles: True or None."""
@@ -136,7 +144,7 @@ def _run(layers, sizes, residual, angles, places, pool, where, scale, eps, numbe
         to = keys, values, none, pool.block_stride, kv_heads, pool.block_size, None, none, layers[i, 8], eps
         _rope_and_write(qkv, cos, sin, positions, slots, *to, query)
         here = KernelPool(keys, values, 0, pool.block_stride, pool.head_stride, kv_heads, pool.block_size, pool.kind)
-        _decode(query, here, where, scale, pieces, number, attended)
+        _decode(query, here, where, shared, scale, pieces, number, attended)
         _multiply(_at(attended), tokens, o_weight, layers[i, 10], hidden, q_size, like, tiled, num_threads, _at(x))
         _add_rms_norm(x, residual, post_norm, epsilon, normed)
         _multiply(

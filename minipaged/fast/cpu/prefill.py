@@ -36,7 +36,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
-from minipaged.fast.cpu.attention import KINDS, LOWEST, SCALE_BYTES, STEP, KernelPool, paged_decode, read_tile
+from minipaged.fast.cpu.attention import KINDS, LOWEST, SCALE_BYTES, STEP, KernelPool, paged_decode, read_tile, take
 from minipaged.fast.cpu.bfloat16 import array_at, as_array, narrow, widen
 from minipaged.fast.cpu.kernel_cache import inner, kernel
 from minipaged.fast.cpu.threads import num_pieces
@@ -187,7 +187,7 @@ def _work(query, pool, where, scale, first_item, item_rows, taken, number, out):
     scores = _aligned(TILE * max(ROWS, head_dim))  # before there are any: values to interleave
     s = 0
     while True:
-        item: Any = _take(taken.ctypes.data)
+        item: Any = take(taken.ctypes.data)
         if item >= first_item[-1]:
             break
         while first_item[s + 1] <= item:
@@ -261,17 +261,6 @@ def _attend(query, pool, h, table, first, most, context_len, scale, number, q, o
         to = out[row // group, h * group + row % group]
         for d in range(head_dim):
             to[d] = narrow(o[b, d, i] * share, to[0])
-
-
-@intrinsic
-def _take(typingctx, address):
-    """Return the number at an address and increment it, atomically across threads."""
-
-    def codegen(context, builder, signature, arguments):
-        pointer = builder.inttoptr(arguments[0], BITS64.as_pointer())
-        return builder.atomic_rmw("add", pointer, BITS64(1), "monotonic")
-
-    return types.int64(types.int64), codegen
 
 
 def _turn(row: Any, q: Any, i: Any, number: Any) -> None:

@@ -91,7 +91,7 @@ def paged_decode(query: Tensor, paged: Paged, scale: float) -> Tensor:
     Raises ValueError for shapes or strides that do not fit. Its allocations depend on shapes alone, so that a CUDA
     graph can record it.
     """
-    keys, values, tables, rows, context_lens, kv_scales = paged
+    keys, values, tables, rows, context_lens, kv_scales, _ = paged
     seqs, heads, head_dim = query.shape
     group = _check(query, keys, values, kv_scales, scale)
     kv_heads = keys.shape[1]
@@ -307,7 +307,7 @@ def paged_prefill(query: Tensor, paged: Paged, query_start: Tensor, scale: float
 
     Raises ValueError for shapes or strides that do not fit.
     """
-    keys, values, tables, rows, context_lens, kv_scales = paged
+    keys, values, tables, rows, context_lens, kv_scales, _ = paged
     tokens, _, head_dim = query.shape
     group = _check(query, keys, values, kv_scales, scale)
     seqs = len(context_lens)

@@ -1,0 +1,92 @@
+"""Shared reading: blocks with which many sequences begin are read once for all of them ("cascade attention").
+
+Requests behind one system prompt hold the same blocks, and each decoding step reads them once for every request. The
+online softmax (`attention.py`) allows better: attention over a context is made of parts. Each part has its largest
+score m, its sum l of exp(score - m), and its sum o of exp(score - m) × v. Two parts a and b are merged by
+
+    m = max(m_a, m_b)
+    l = l_a × exp(m_a - m) + l_b × exp(m_b - m)
+    o = o_a × exp(m_a - m) + o_b × exp(m_b - m)
+
+So all queries of a group attend to the shared blocks together, each query attends to the rest of its own context, and
+the two parts of each are merged. The result differs by rounding only.
+
+Which blocks are shared is read from the block tables of the step, entry by entry. A reference count is no proof: that a
+block is held three times does not say by whom, and sequences that share a block may differ in one before it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from minipaged.reference.kv_cache import Array, KVCache
+
+
+class Part(NamedTuple):
+    """Attention over a part of a context, for some queries."""
+
+    m: Array  # [queries, heads, 1], the largest scores
+    l: Array  # [queries, heads, 1], the sums of exp(score - m)  # noqa: E741
+    o: Array  # [queries, heads, head_dim], the sums of exp(score - m) × v
+
+
+def attend_part(query: Array, kv_cache: KVCache, layer: int, blocks: Array, num_tokens: int, scale: float) -> Part:
+    """Attend with some queries [queries, heads, head_dim] to the first `num_tokens` tokens in these blocks."""
+    K, V = kv_cache.read(layer, blocks[None])  # [1, tokens, kv_heads, head_dim] each
+    group = query.shape[1] // kv_cache.num_kv_heads  # query heads that share one key/value head
+    K, V = (each[0, :num_tokens].repeat(group, axis=1) for each in (K, V))  # [num_tokens, heads, head_dim] each
+    scores = scale * np.einsum("qhd,nhd->qhn", query, K)  # [queries, heads, num_tokens]
+    m = scores.max(axis=-1, keepdims=True)  # [queries, heads, 1]
+    p = np.exp(scores - m)  # [queries, heads, num_tokens]
+    return Part(m, p.sum(axis=-1, keepdims=True), np.einsum("qhn,nhd->qhd", p, V))
+
+
+def merge(a: Part, b: Part) -> Part:
+    """Merge two parts of the same queries' contexts."""
+    m = np.maximum(a.m, b.m)  # [queries, heads, 1]
+    fade_a, fade_b = np.exp(a.m - m), np.exp(b.m - m)  # [queries, heads, 1] each
+    return Part(m, a.l * fade_a + b.l * fade_b, a.o * fade_a + b.o * fade_b)
+
+
+def shared_prefixes(block_tables: Array, context_lens: Array, block_size: int) -> list[tuple[Array, int]]:
+    """Return groups of sequences that begin with the same blocks: (their numbers, the number of these blocks).
+
+    block_tables: [seqs, max_blocks]. context_lens: [seqs]. Each sequence has one query, its last token. The block of
+    that token is not shared: the step writes into it.
+    """
+    groups = []
+    for first in np.unique(block_tables[:, 0]):
+        members = np.flatnonzero((block_tables[:, 0] == first) & (context_lens > block_size))  # [members]
+        if len(members) > 1:
+            tables = block_tables[members, : (context_lens[members].min() - 1) // block_size]  # [members, blocks]
+            equal = (tables == tables[0]).all(axis=0)  # [blocks]
+            groups.append((members, int(np.logical_and.accumulate(equal).sum())))
+    return groups
+
+
+def cascade_attention(
+    query: Array, kv_cache: KVCache, layer: int, block_tables: Array, context_lens: Array, scale: float
+) -> Array:
+    """Attention of one query token per sequence: query [seqs, heads, head_dim]. Returns the same shape.
+
+    Equals `paged_attention` up to rounding, and reads shared blocks once.
+    """
+    block_size = kv_cache.block_size
+    num_shared = np.zeros(len(query), int)  # [seqs], shared blocks of each sequence
+    shared: list[Part | None] = [None] * len(query)  # the part of each sequence over these blocks
+    for members, num_blocks in shared_prefixes(block_tables, context_lens, block_size):
+        blocks = block_tables[members[0], :num_blocks]  # [num_blocks]
+        part = attend_part(query[members], kv_cache, layer, blocks, num_blocks * block_size, scale)
+        num_shared[members] = num_blocks
+        for i, s in enumerate(members):
+            shared[s] = Part(*(each[i : i + 1] for each in part))
+    output = np.empty_like(query)  # [seqs, heads, head_dim]
+    for s, before in enumerate(shared):
+        blocks = block_tables[s, num_shared[s] : -(-context_lens[s] // block_size)]  # [own blocks]
+        own_tokens = context_lens[s] - num_shared[s] * block_size
+        part = attend_part(query[s : s + 1], kv_cache, layer, blocks, own_tokens, scale)
+        m_l_o = part if before is None else merge(before, part)
+        output[s] = m_l_o.o[0] / m_l_o.l[0]
+    return output

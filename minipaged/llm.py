@@ -170,10 +170,10 @@ class LLM:
 
         A prompt is a text, a list of token ids, a `TextPrompt` or a `TokensPrompt`. `sampling_params`: one for all, or
         one for each prompt. `use_tqdm`: show a progress bar, if stderr is a terminal. `priority`: one for all, or one
-        for each prompt; smaller is earlier, for a `scheduling_policy` that uses it, and it must be 0 for `fcfs` and
-        `shortest-first`. `not_here`: other arguments of vLLM's. Raises InvalidRequest for a prompt that cannot be
-        served; then, and on Ctrl-C, every block is freed. If a request fails on the way (`RequestOutput.error` says
-        why), the others go on to their end."""
+        for each prompt; smaller is earlier, for a `scheduling_policy` that uses it: `priority` and classes of your own.
+        For the others it must be 0. `not_here`: other arguments of vLLM's. Raises InvalidRequest for a prompt that
+        cannot be served; then, and on Ctrl-C, every block is freed. If a request fails on the way
+        (`RequestOutput.error` says why), the others go on to their end."""
         take_own("LLM.generate()", not_here, GENERATE_ARGUMENTS)
         return self._run(as_list(prompts), sampling_params, SamplingParams, use_tqdm, priority)
 

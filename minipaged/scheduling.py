@@ -55,6 +55,9 @@ class RequestView:
     """The priority that its sender gave it: smaller is earlier. Not every policy uses it."""
     arrival_time: float = 0.0
     """The time of its arrival, in seconds of the engine's clock."""
+    num_cached_tokens: int = 0
+    """If it waits without blocks: its first tokens that the prefix cache has, which it need not run if it is admitted
+    now. They can be more or fewer at the next call."""
 
 
 @dataclass(frozen=True, slots=True)

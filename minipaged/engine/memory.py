@@ -97,6 +97,10 @@ class Memory(ABC):
     def blocks_to_admit(self, request: Request) -> int:
         """The number of available blocks that the waiting request takes for everything it has to run."""
 
+    def num_cached_tokens(self, request: Request) -> int:
+        """The first tokens of a waiting request without blocks that it finds in the prefix cache now."""
+        return 0
+
     @abstractmethod
     def blocks_needed(self, work: Sequence[tuple[SequenceState, int]]) -> int:
         """The blocks that this work of one request takes, copies included. `work`: sequences with numbers of tokens."""

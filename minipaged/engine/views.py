@@ -65,13 +65,15 @@ def _blocks_needed(request: Request, blocks: Memory) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Uncounted(RequestView):
-    """A view whose `__init__` leaves `blocks_needed` unset."""
+    """A view whose `__init__` leaves `blocks_needed` and `num_cached_tokens` unset."""
 
     blocks_needed: int = field(init=False)
+    num_cached_tokens: int = field(init=False)
 
 
 class WaitingView(_Uncounted):
-    """A waiting request. Its blocks are counted when first read: with a prefix cache, that looks up the prompt."""
+    """A waiting request. Its blocks and its cached tokens are counted when first read: with a prefix cache, each looks
+    up the prompt."""
 
     _request: Request
     _blocks: Memory
@@ -85,14 +87,23 @@ class WaitingView(_Uncounted):
     @cached_property
     def blocks_needed(self) -> int:
         """Free blocks that it needs. Raises LookupError if it is first read after the policy's method has returned."""
+        self._check_in_time()
+        return _blocks_needed(self._request, self._blocks)
+
+    @cached_property
+    def num_cached_tokens(self) -> int:
+        """Tokens that it finds in the prefix cache. Raises LookupError as `blocks_needed` does."""
+        self._check_in_time()
+        return self._blocks.num_cached_tokens(self._request)
+
+    def _check_in_time(self) -> None:
         if not self._is_up_to_date(self):
             raise LookupError(TOO_LATE)
-        return _blocks_needed(self._request, self._blocks)
 
     @property
     def counted(self) -> bool:
-        """Whether `blocks_needed` has been read."""
-        return "blocks_needed" in vars(self)
+        """Whether `blocks_needed` or `num_cached_tokens` has been read."""
+        return not vars(self).keys().isdisjoint(("blocks_needed", "num_cached_tokens"))
 
 
 class LateViews(Sequence[RequestView]):

@@ -58,8 +58,8 @@ class Settings(EngineSettings):
     """Seconds that a step may take in worker processes before it is given up. (There are workers if
     `tensor_parallel_size` or `pipeline_parallel_size` is above 1.)"""
     scheduling_policy: str | MakePolicy = "fcfs"
-    """Policy that decides who is served when: fcfs (first come, first served), priority, shortest-first, or a class of
-    your own (minipaged/scheduling.py)."""
+    """Policy that decides who is served when: fcfs (first come, first served), priority, shortest-first,
+    longest-prefix-first (while it is cached), or a class of your own (minipaged/scheduling.py)."""
     kv_connector: KVConnector | None = None
     """Connector that hands full blocks over to other engines and loads theirs: `SharedStorageConnector(folder)`, or one
     of your own (minipaged/handover/kv_connector.py)."""

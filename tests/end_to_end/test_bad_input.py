@@ -324,7 +324,7 @@ WRONG_TYPES: dict[str, tuple[dict[str, Any], str]] = {
     "a policy that makes none": ({"scheduling_policy": object()}, "policy is <object .*; it must be a class"),
     "a policy of no name": (
         {"scheduling_policy": "lifo"},
-        "scheduling_policy is 'lifo'; choose 'fcfs', 'priority', 'shortest-first', or",
+        "scheduling_policy is 'lifo'; choose 'fcfs', 'priority', 'shortest-first', 'longest-prefix-first', or",
     ),
     "yes for True": ({"async_scheduling": "yes"}, "async_scheduling is 'yes'; it must be True or False"),
 }
@@ -720,7 +720,11 @@ def test_a_students_policy_serves_from_a_file(
         ("{file}:Yours", "mine.py has no class Yours; it has Mine, Half, Lies, Todo, NoRoom"),
         ("elsewhere.py:Mine", "--scheduling-policy: there is no file elsewhere.py"),
         (":Mine", "--scheduling-policy is ':Mine'; write it as FILE.py:Class, e.g. my_policy.py:Mine"),
-        ("lottery", "policy is 'lottery'; choose 'fcfs', 'priority', 'shortest-first', or give a class of your own"),
+        (
+            "lottery",
+            "policy is 'lottery'; choose 'fcfs', 'priority', 'shortest-first', 'longest-prefix-first', or give a class "
+            "of your own",
+        ),
     ],
 )
 def test_a_policy_that_cannot_be_used_is_refused_in_one_line(

@@ -18,8 +18,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minipaged.engine.block_manager import BlockManager
 from minipaged.engine.engine import Engine
 from minipaged.engine.policies import POLICIES
+from minipaged.engine.policies.longest_prefix_first import LongestPrefixFirst
 from minipaged.engine.policies.priority import PriorityFirst
 from minipaged.engine.policies.shortest_first import ShortestFirst
 from minipaged.engine.policy import FirstComeFirstServed
@@ -78,7 +80,7 @@ class Dice(FirstComeFirstServed):
 @quick_cases(2)
 @one_case_in(5)
 @scaled
-@pytest.mark.parametrize("policy", [PriorityFirst, ShortestFirst, Dice])
+@pytest.mark.parametrize("policy", [PriorityFirst, ShortestFirst, LongestPrefixFirst, Dice])
 @pytest.mark.parametrize("some", seeds(500, 50, tried=False), ids=str)
 def test_every_invariant_holds_whoever_decides(policy: MakePolicy, some: range) -> None:
     """Content, exclusive-write, exact-references, conservation, liveness, scheduling-invariance."""
@@ -461,11 +463,11 @@ class Mine(FirstComeFirstServed):
     """Nobody knows what it looks at."""
 
 
-@pytest.mark.parametrize("policy", [FirstComeFirstServed, ShortestFirst, PriorityFirst, Mine])
+@pytest.mark.parametrize("policy", [FirstComeFirstServed, ShortestFirst, LongestPrefixFirst, PriorityFirst, Mine])
 def test_a_priority_that_would_change_nothing_is_refused(policy: MakePolicy) -> None:
     engine = simulated(policy)
     engine.add_request([1], params(2), priority=0)
-    if policy in (FirstComeFirstServed, ShortestFirst):
+    if policy in (FirstComeFirstServed, ShortestFirst, LongestPrefixFirst):
         with pytest.raises(InvalidRequest, match=r"priority is -3, and .* not look at it: .*policy='priority'"):
             engine.add_request([1], params(2), priority=-3)
     else:
@@ -542,16 +544,24 @@ class Brief(ShortestFirst):
     PLACES = 2
 
 
+class Near(LongestPrefixFirst):
+    TOKENS_PER_PLACE = 1
+    MOST = 5
+
+
 @dataclass(frozen=True)
 class Arrival:
     step: int
     priority: int
     max_tokens: int
+    prompt: int = 0
+    """Prompts of the same number begin with the same blocks. Those of 0 fill none."""
 
 
 def passed(policy: MakePolicy, arrivals: Sequence[Arrival]) -> list[int]:
     """By how many that arrived after it each request was passed: that came in, or ran first, while it waited."""
-    engine, admitted, arrived = simulated(policy, max_num_seqs=2), list[int](), 0
+    engine = simulated(policy, max_num_seqs=2, enable_prefix_caching=True)
+    admitted, arrived = list[int](), 0
     engine.listeners.append(
         lambda event: admitted.append(int(event.request)) if isinstance(event, RequestAdmitted) else None
     )
@@ -560,7 +570,8 @@ def passed(policy: MakePolicy, arrivals: Sequence[Arrival]) -> list[int]:
     while arrived < len(due) or engine.has_unfinished_requests():
         while arrived < len(due) and due[arrived].step <= step:
             one = due[arrived]
-            engine.add_request([1] * 3, params(one.max_tokens), request_id=str(arrived), priority=one.priority)
+            prompt = [one.prompt] * 20 if one.prompt else [1] * 3
+            engine.add_request(prompt, params(one.max_tokens), request_id=str(arrived), priority=one.priority)
             arrived += 1
         engine.step()
         step += 1
@@ -586,6 +597,16 @@ def test_nobody_is_passed_by_more_than_its_length_costs(arrivals: list[Arrival])
     due = sorted(arrivals, key=lambda arrival: arrival.step)
     for one, times in zip(due, passed(Brief, due), strict=True):
         assert times <= Brief.PLACES * one.max_tokens
+
+
+behind_prompts = st.builds(Arrival, st.integers(0, 30), st.just(0), st.integers(1, 12), st.integers(0, 3))
+
+
+@given(st.lists(behind_prompts, max_size=40))
+def test_nobody_is_passed_by_more_than_a_cached_prefix_is_worth(arrivals: list[Arrival]) -> None:
+    """Liveness: the bound that `LongestPrefixFirst` states, whatever is cached."""
+    due = sorted(arrivals, key=lambda arrival: arrival.step)
+    assert max(passed(Near, due), default=0) < Near.MOST
 
 
 @pytest.mark.parametrize(
@@ -614,6 +635,34 @@ def test_without_places_it_would_starve() -> None:
 
     stream = [Arrival(step, 0, 4) for step in range(40) for _ in range(2)]
     assert passed(Starves, [Arrival(0, 1, 4), *stream])[0] == len(stream)
+
+
+def test_whose_prompt_is_cached_comes_first_as_long_as_the_others_need_not_wait_for_ever() -> None:
+    """A stream behind one prompt, and one request behind another: the bound is reached, and without it, it starves."""
+
+    class Starves(Near):
+        MOST = 10**9
+
+        def turn(self, request: RequestView) -> tuple[float, ...]:
+            return -request.num_cached_tokens, request.arrival
+
+    stream = [Arrival(step, 0, 4, prompt=1) for step in range(40) for _ in range(2)]
+    first, late = [Arrival(0, 0, 4, prompt=1)] * 2, Arrival(1, 0, 4, prompt=2)
+    assert passed(Near, [*first, late, *stream[2:]])[2] == Near.MOST - 1
+    assert passed(Starves, [*first, late, *stream[2:]])[2] == len(stream[2:])
+    assert passed(FirstComeFirstServed, [*first, late, *stream[2:]])[2] == 0
+
+
+def test_the_cache_is_looked_up_for_tokens_only_if_the_policy_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(self: BlockManager, request: object) -> int:
+        raise Fault
+
+    monkeypatch.setattr(BlockManager, "num_cached_tokens", found)
+    arrivals = [Arrival(0, 0, 4, prompt=1)] * 5
+    for policy in (FirstComeFirstServed, PriorityFirst, ShortestFirst):
+        passed(policy, arrivals)
+    with pytest.raises(Fault):
+        passed(LongestPrefixFirst, arrivals)
 
 
 def test_smaller_numbers_come_first_and_equals_in_order_of_arrival() -> None:
@@ -655,4 +704,9 @@ def test_the_shortest_first_has_the_shortest_mean_wait_by_an_oracle_too() -> Non
 
 
 def test_the_policies_are_known_by_name() -> None:
-    assert {"fcfs": FirstComeFirstServed, "priority": PriorityFirst, "shortest-first": ShortestFirst} == POLICIES
+    assert {
+        "fcfs": FirstComeFirstServed,
+        "priority": PriorityFirst,
+        "shortest-first": ShortestFirst,
+        "longest-prefix-first": LongestPrefixFirst,
+    } == POLICIES

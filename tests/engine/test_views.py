@@ -39,6 +39,17 @@ class OneByOne(FirstComeFirstServed):
         return []
 
 
+class OneByOneAsking(OneByOne):
+    """Asks for the cached tokens too."""
+
+    def admit(
+        self, waiting: Sequence[RequestView], running: Sequence[RequestView], num_free: int, tokens_left: int
+    ) -> list[str]:
+        if len(running):
+            self.needed += [view.num_cached_tokens for view in waiting]
+        return super().admit(waiting, running, num_free, tokens_left)
+
+
 class OneByOneLooking(OneByOne):
     looks = True
 
@@ -65,6 +76,13 @@ def test_blocks_are_counted_anew_at_each_question_when_there_is_a_prefix_cache()
     assert [view.blocks_needed for view in policy.kept] == policy.needed, "what was looked at stays as it was"
 
 
+def test_cached_tokens_are_counted_anew_at_each_question() -> None:
+    """Whole blocks of 4 of the first request's tokens, as it fills them."""
+    _, policy = engine_of(OneByOneAsking)
+    assert policy.needed == [8, 8, 12, 12, 12, 12, 16, 16, 16]
+    assert [view.num_cached_tokens for view in policy.kept] == policy.needed, "what was looked at stays as it was"
+
+
 def test_blocks_that_nobody_looked_at_are_over_when_the_request_waits_no_more() -> None:
     engine, policy = engine_of(OneByOne)
     [view, *others] = policy.kept
@@ -73,6 +91,8 @@ def test_blocks_that_nobody_looked_at_are_over_when_the_request_waits_no_more() 
     for _ in range(2):
         with pytest.raises(LookupError, match="the policy's method has returned"):
             _ = view.blocks_needed
+        with pytest.raises(LookupError, match="the policy's method has returned"):
+            _ = view.num_cached_tokens
     assert (view.request_id, view.prompt_tokens) == ("waits", 30)
 
 

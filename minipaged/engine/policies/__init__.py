@@ -11,6 +11,7 @@ one queue: its arrival, moved back by a fixed distance. Only requests that arriv
 
 from __future__ import annotations
 
+from minipaged.engine.policies.longest_prefix_first import LongestPrefixFirst
 from minipaged.engine.policies.priority import PriorityFirst
 from minipaged.engine.policies.shortest_first import ShortestFirst
 from minipaged.engine.policy import FirstComeFirstServed
@@ -20,6 +21,7 @@ POLICIES: dict[str, MakePolicy] = {
     "fcfs": FirstComeFirstServed,
     "priority": PriorityFirst,
     "shortest-first": ShortestFirst,
+    "longest-prefix-first": LongestPrefixFirst,
 }
 """The policies, by their names in `LLM` and on the command line."""
 
@@ -30,4 +32,4 @@ def looks_at_priority(policy: Policy) -> bool:
 
     A subclass of another policy that ignores priorities has to be named here.
     """
-    return type(policy) not in (FirstComeFirstServed, ShortestFirst)
+    return type(policy) not in (FirstComeFirstServed, ShortestFirst, LongestPrefixFirst)

@@ -63,6 +63,13 @@ def test_groups_begin_with_the_same_blocks_and_save_what_can_be_saved(
     assert sum((len(members) - 1) * num_tokens for members, num_tokens in all_found) == most([*range(len(tables))], 0)
 
 
+def test_a_group_is_two_where_that_saves_more() -> None:
+    tables = torch.tensor([[1, 2, 3, 9], [1, 5, 6, 9], [1, 2, 3, 8], [1, 5, 6, 8]], dtype=torch.int32)
+    lens = torch.tensor([16, 16, 16, 16], dtype=torch.int32)
+    assert groups_of(shared_prefixes(tables, lens, 4)) == [([0, 2], 12), ([1, 3], 12)]
+    assert groups_of(shared_prefixes(tables, lens - 8, 4)) == [([0, 1, 2, 3], 4)]
+
+
 def test_rows_may_be_anybodys() -> None:
     tables = torch.tensor([[9, 9, 9], [3, 5, 7], [9, 9, 9], [3, 5, 8]], dtype=torch.int32)
     rows, lens = torch.tensor([3, 1, 0], dtype=torch.int32), torch.tensor([12, 12, 12], dtype=torch.int32)

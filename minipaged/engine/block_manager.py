@@ -122,7 +122,7 @@ class BlockManager(Memory):
         """The first tokens of a waiting request without blocks that it finds in the prefix cache now."""
         if not self.prefix_cache or not request.reads_prefix_cache or request.state is not RequestState.WAITING:
             return 0
-        return len(self.prefix_cache.match(request.sequences[0].tokens)) * self.block_size
+        return self.prefix_cache.match(request.sequences[0].tokens).num_tokens
 
     def _shared_blocks(self, sequence: SequenceState, sibling: SequenceState) -> int:
         """The number of full blocks with which both sequences begin; `sequence` keeps at least one token to run."""

@@ -129,10 +129,10 @@ def test_nor_is_it_with_steps_in_flight_that_have_begun_to_run_it(async_scheduli
     assert served.serve([*said, 9, 9]).num_cached_tokens == len(said) - 1
 
 
-def test_a_request_that_is_aborted_or_preempted_leaves_no_partial_entry() -> None:
+def test_a_request_that_is_aborted_leaves_no_partial_entry() -> None:
     served = Served()
     name = served.add([1, 2, 3, 4, 5, 6], replace(ONE, max_tokens=9))
-    served.step(2)
+    served.step()
     served.engine.abort(name)
     assert [event.num_tokens for event in served.of(BlockCached)] == [4]
     assert served.serve([1, 2, 3, 4, 5, 6, 7]).num_cached_tokens == 4
@@ -210,6 +210,24 @@ def test_a_block_that_a_sibling_still_fills_is_not_kept_for_others() -> None:
     ]
 
 
+def test_partial_entries_are_evicted_before_full_blocks_although_they_were_used_later() -> None:
+    served = Served(num_blocks=5)
+    served.serve(range(8))
+    served.serve([9, 8])
+    served.serve([7] * 9)
+    assert [(event.block, event.reason) for event in served.of(BlockEvicted)] == [(2, "room")]
+    assert served.serve([*range(8), 9]).num_cached_tokens == 8
+
+
+def test_a_request_that_ends_by_a_stop_string_leaves_its_last_block_too() -> None:
+    text = Served().serve([9, 2, 3, 4, 5], replace(ONE, max_tokens=8)).outputs[0].text
+    served = Served()
+    ended = served.serve([9, 2, 3, 4, 5], replace(ONE, max_tokens=8, stop=(text[1:3],))).outputs[0]
+    assert ended.stop_reason == text[1:3]
+    num_computed = 5 + len(ended.token_ids) - 1
+    assert [event.num_tokens for event in served.of(BlockCached)] == [4, num_computed % 4]
+
+
 # --- Room -----------------------------------------------------------------------------------------
 
 
@@ -221,6 +239,21 @@ def test_without_a_spare_block_the_source_is_taken_over() -> None:
     assert not served.of(BlockCopied)
     assert BlockEvicted(1, "taken over") in served.of(BlockEvicted)
     assert served.serve([0, 1, 2, 3, 4, 5, 6, 7]).num_cached_tokens == 6  # the content is the newer request's
+
+
+def test_without_a_spare_block_a_source_that_a_sequence_holds_is_copied() -> None:
+    """It was not available anyway, so it costs nothing that it stays."""
+    served = Served(num_blocks=4)
+    first = served.add(range(8), replace(ONE, max_tokens=5))
+    served.step(2)  # from now on it has all blocks that it will ever hold
+    second = served.add([0, 1, 2, 3, 4, 5, 9])
+    served.step()
+    assert served.engine.blocks.num_spare == 0
+    assert [event.holders for event in served.of(BlockCopied)] == [3]
+    served.step(5)
+    assert served.outputs[first].finished
+    assert served.outputs[second].num_cached_tokens == 6
+    assert not served.of(BlockEvicted)
 
 
 def test_without_a_spare_block_a_source_that_others_follow_is_left_alone() -> None:

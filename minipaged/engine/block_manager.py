@@ -118,12 +118,6 @@ class BlockManager(Memory):
             needed -= sum(not self.prefix_cache.is_evictable(block) for block in cached)
         return needed
 
-    def num_cached_tokens(self, request: Request) -> int:
-        """The first tokens of a waiting request without blocks that it finds in the prefix cache now."""
-        if not self.prefix_cache or not request.reads_prefix_cache or request.state is not RequestState.WAITING:
-            return 0
-        return self.prefix_cache.match(request.sequences[0].tokens).num_tokens
-
     def _shared_blocks(self, sequence: SequenceState, sibling: SequenceState) -> int:
         """The number of full blocks with which both sequences begin; `sequence` keeps at least one token to run."""
         most = min(len(sequence.tokens) - 1, len(sibling.tokens))

@@ -13,7 +13,7 @@ from enum import Enum
 from minipaged.contracts import BlockAllocator, BlockTable, Tier
 from minipaged.engine.policy import most_blocks
 from minipaged.engine.prefix_cache import PrefixCache
-from minipaged.engine.sequence import Request, SequenceState
+from minipaged.engine.sequence import Request, RequestState, SequenceState
 from minipaged.engine.step_writer import StepWriters
 from minipaged.events import Emit
 from minipaged.params import EngineConfig
@@ -99,7 +99,9 @@ class Memory(ABC):
 
     def num_cached_tokens(self, request: Request) -> int:
         """The first tokens of a waiting request without blocks that it finds in the prefix cache now."""
-        return 0
+        if not self.prefix_cache or not request.reads_prefix_cache or request.state is not RequestState.WAITING:
+            return 0
+        return self.prefix_cache.match(request.sequences[0].tokens).num_tokens
 
     @abstractmethod
     def blocks_needed(self, work: Sequence[tuple[SequenceState, int]]) -> int:

@@ -1,7 +1,9 @@
 """`python -m benchmarks.shared_prefix`: a decoding step of sequences that begin with the same prompt, on a CPU.
 
-It prints the median time of a step, and of a step in which nothing is shared. Compare two versions by running it with
-each, in turns: `PYTHONPATH=OTHER_CHECKOUT python benchmarks/shared_prefix.py`.
+It prints the median time of a step; `--nothing-shared`: also of a step in which nothing is shared. Compare two versions
+by running it with each, in turns: `PYTHONPATH=OTHER_CHECKOUT python benchmarks/shared_prefix.py`. On a machine that is
+not quiet, `OMP_NUM_THREADS=1` and `--processor-time` give the seconds of one thread's processor, which others disturb
+less.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ def main() -> None:
     arguments.add_argument("--sequences", type=int, default=32)
     arguments.add_argument("--prompt", type=int, nargs="+", default=[2048], help="tokens that all prompts begin with")
     arguments.add_argument("--own", type=int, default=8, help="tokens of each prompt that are its own")
+    arguments.add_argument("--processor-time", action="store_true", help="count seconds of the processor")
     arguments.add_argument("--nothing-shared", action="store_true", help="measure that too")
     arguments.add_argument("--steps", type=int, default=40)
     given = arguments.parse_args()
@@ -41,8 +44,8 @@ def main() -> None:
             seconds = statistics.median(step_seconds(llm, length, shared, given))
             what = "shared" if shared else "nothing shared"
             print(
-                f"{given.sequences} sequences behind {length} tokens, {what}: {seconds * 1e3:.2f} ms a step, "
-                f"{given.sequences / seconds:.0f} tokens/s",
+                f"{given.dtype}, K/V {given.kv_cache_dtype}: {given.sequences} sequences behind {length} tokens, "
+                f"{what}: {seconds * 1e3:.2f} ms a step",
                 flush=True,
             )
 
@@ -61,11 +64,12 @@ def step_seconds(llm: LLM, length: int, shared: bool, given: argparse.Namespace)
         engine.step()
     for _ in range(4):
         engine.step()
+    clock = time.process_time if given.processor_time else time.perf_counter
     seconds = []
     while len(engine.scheduler.running) == given.sequences and len(seconds) < given.steps:
-        began = time.perf_counter()
+        began = clock()
         engine.step()
-        seconds.append(time.perf_counter() - began)
+        seconds.append(clock() - began)
     while engine.has_unfinished_requests():
         engine.step()
     return seconds

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -136,6 +138,15 @@ def test_shared_blocks_are_read_once_in_the_first_ones_table(dtype: torch.dtype)
         tables[1:, :8] = 20
         assert torch.equal(paged_decode(query, paged._replace(shared=shared), 0.1), expected)
         assert paged_decode(query, paged, 0.1)[1:].isnan().all()
+
+
+def test_every_loop_that_is_meant_to_be_parallel_is() -> None:
+    """numba makes an ordinary loop of `prange(a if b else c)`, without a word."""
+    sources = [path.read_text() for path in Path(attention.__file__).parent.glob("*.py")]
+    calls = [node for text in sources for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    sizes = [call.args[0] for call in calls if isinstance(call.func, ast.Name) and call.func.id == "prange"]
+    assert len(sizes) > 10
+    assert not [ast.unparse(size) for size in sizes if isinstance(size, ast.IfExp)]
 
 
 # --- The model ---------------------------------------------------------------------------------------

@@ -188,14 +188,15 @@ def _decode(query, pool, where, shared, scale, num_pieces, number, out):
     work, first = _divide(context_lens, pool.kv_heads, part_of)
     chunks = _chunks(shared, pool.kv_heads, num_pieces)
     pairs = seqs * pool.kv_heads if len(chunks) else 0
-    # `np.zeros` would be a parallel loop of its own here, and a loop over an expression would not be parallel.
-    taken, tiles_done, rounds = np.empty(1, np.int64), np.empty(pairs, np.int64), min(pairs, num_pieces)
+    # `np.zeros` would be a parallel loop of its own here.
+    taken, tiles_done = np.empty(1, np.int64), np.empty(pairs, np.int64)
     done = tiles_done, np.empty((pairs, group, 2), np.float32), np.empty((pairs, group, head_dim), np.float32)
     taken[0] = 0
     for pair in range(pairs):
         tiles_done[pair] = 0
-    for _ in prange(rounds):
-        _attend_together(query, pool, where, shared, scale, chunks, taken, part_of, number, done)
+    if pairs:  # threads meet at a parallel loop even if it has no turns
+        for _ in prange(num_pieces):
+            _attend_together(query, pool, where, shared, scale, chunks, taken, part_of, number, done)
     taken = first.copy()
     for piece in prange(num_pieces):
         if pairs:  # what is left differs from pair to pair: each thread takes the next one

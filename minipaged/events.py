@@ -316,6 +316,37 @@ class BlockEvicted(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class BlockDemoted(Event):
+    """A cached block that is about to be evicted is copied to a host block, in which the floor below the prefix cache
+    keeps it."""
+
+    name: ClassVar[str] = "block_demoted"
+    block: int
+    host_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksPromoted(Event):
+    """The sequence's table was extended by full blocks, which are copied from the floor below the prefix cache. The
+    floor keeps them too."""
+
+    name: ClassVar[str] = "blocks_promoted"
+    sequence: int
+    pairs: tuple[tuple[int, int], ...]
+    """(host block, device block)."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostBlockDropped(Event):
+    """The floor below the prefix cache gave up a host block: "room" was needed, or its step failed and its content is
+    "lost"."""
+
+    name: ClassVar[str] = "host_block_dropped"
+    host_block: int
+    reason: Literal["room", "lost"]
+
+
+@dataclass(frozen=True, slots=True)
 class BlocksStored(Event):
     """These full blocks of the sequence were read out of the pool, for other engines (`kv_connector.py`)."""
 

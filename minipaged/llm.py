@@ -30,9 +30,9 @@ from minipaged.api.vllm_arguments import (
     take_own,
 )
 from minipaged.contracts import Runner
-from minipaged.engine.block_manager import BlockManager
 from minipaged.engine.connected_memory import ConnectedBlockManager
 from minipaged.engine.engine import Engine
+from minipaged.engine.floors import paged_memory
 from minipaged.engine.memory import MakeMemory
 from minipaged.engine.stats import Stats
 from minipaged.errors import InvalidRequest, InvariantViolation, ModelError
@@ -341,7 +341,7 @@ class LLM:
         """The class or function that makes the block manager."""
         connector = asked.kv_connector
         if connector is None:
-            return BlockManager
+            return paged_memory
         size = self.loaded.block_bytes(asked.block_size, asked.kv_cache_dtype)
         return partial(ConnectedBlockManager, connector=connector, read_blocks=runner.read_blocks, block_bytes=size)
 

@@ -92,6 +92,9 @@ WRITTEN = {
     "trust_request_chat_template": OptionSpelling("--trust-request-chat-template"),
     "log_level": OptionSpelling(kind=str),
     "enable_prefix_caching": OptionSpelling("--prefix-caching/--no-prefix-caching"),
+    "kv_cache_tiers": OptionSpelling(
+        "--kv-cache-tier", kind=list[str] | None, read=lambda given: tuple(given or ()), note="May be repeated."
+    ),
     "debug": OptionSpelling("--debug"),
     "allocator": OptionSpelling(
         kind=str | None,

@@ -100,8 +100,7 @@ class AskedPolicy:
         can_swap = all(s.num_computed for s in victim.sequences) and self._blocks.can_swap_out(victim)
         if self._preemption != "auto" or not can_swap:
             return "swap" if self._preemption != "recompute" and can_swap else "recompute"
-        assert self._blocks.host_allocator is not None
-        way = self.policy.way_back(view_of(victim, self._blocks), self._blocks.host_allocator.num_free)
+        way = self.policy.way_back(view_of(victim, self._blocks), self._blocks.num_host_available)
         if way not in ("swap", "recompute"):
             self._broken("way_back", f"{way!r}; it must return 'swap' or 'recompute'")
         return way

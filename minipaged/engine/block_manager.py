@@ -259,7 +259,7 @@ class BlockManager(Memory):
     def can_swap_out(self, request: Request) -> bool:
         return (
             self.host_allocator is not None
-            and len(request.filled_slots(self.block_size)) <= self.host_allocator.num_free
+            and len(request.filled_slots(self.block_size)) <= self.num_host_available
         )
 
     def swap_out(self, request: Request) -> None:

@@ -26,6 +26,7 @@ from minipaged.engine.step_writer import StepWriters
 from minipaged.events import BlocksLoaded, BlocksStored, Emit
 from minipaged.handover.kv_connector import KVConnector
 from minipaged.params import EngineConfig
+from minipaged.scheduling import Costs
 from minipaged.steps import BlockMoves
 
 
@@ -54,7 +55,7 @@ class ConnectedBlockManager(BlockManager):
         self._block_bytes = block_bytes
         self._load: list[tuple[int, bytes]] = []  # blocks to load since the last `take_moves`
 
-    def load(self, request: Request) -> None:
+    def load(self, request: Request, costs: Costs) -> None:
         sequence = request.sequences[0]
         if self.prefix_cache is None or sequence.num_computed or not request.reads_prefix_cache:
             return

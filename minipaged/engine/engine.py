@@ -24,10 +24,10 @@ from itertools import count
 from minipaged.contracts import BlockAllocator, Runner, Tier
 from minipaged.engine.arrivals import Arrivals
 from minipaged.engine.batch import LaunchedStep, Plan
-from minipaged.engine.block_manager import BlockManager
 from minipaged.engine.commit import Committer
 from minipaged.engine.detokenizer import Decode, Encode
 from minipaged.engine.event_queue import EventQueue
+from minipaged.engine.floors import paged_memory
 from minipaged.engine.invariants import check_blocks
 from minipaged.engine.launch import Launcher
 from minipaged.engine.memory import MakeMemory
@@ -69,7 +69,7 @@ class Engine:
         runner: Runner,
         *,
         allocator: Callable[[int], BlockAllocator] | None = None,
-        memory: MakeMemory = BlockManager,
+        memory: MakeMemory = paged_memory,
         policy: MakePolicy = FirstComeFirstServed,
         decode: Decode | None = None,
         encode: Encode | None = None,
@@ -247,6 +247,7 @@ class Engine:
     def _commit(self, step: LaunchedStep) -> None:
         """Add the step's results to the requests."""
         (self._steady or self._committer).commit(step)
+        self.blocks.moves_done()
         self._finish_step(step)
 
     def _assign_ahead(self, before: LaunchedStep) -> Plan | None:
@@ -265,8 +266,11 @@ class Engine:
 
     def _drop_steps_of_nobody(self) -> None:
         """Drop the steps in flight if all requests have ended: no request needs their tokens."""
-        for step in self._ahead.take() if self._ahead and not self._requests else ():
+        steps = self._ahead.take() if self._ahead and not self._requests else []
+        for step in steps:
             self._finish_step(step)
+        if steps:
+            self.blocks.moves_lost()
 
     def _recover(self, error: BaseException) -> None:
         """Recover from an error within a step: no request is lost; K/V that may be incomplete are dropped

@@ -44,6 +44,7 @@ def check_blocks(sequences: Iterable[SequenceState], blocks: Memory) -> None:
             f"{blocks.num_tokens} were counted",
         )
     expected[False].update(blocks.held_beside_tables)
+    expected[True].update(blocks.held_on_host)
     for allocator, counts in ((blocks.allocator, expected[False]), (blocks.host_allocator, expected[True])):
         if allocator is None:
             continue

@@ -17,6 +17,7 @@ from minipaged.engine.sequence import Request, RequestState, SequenceState
 from minipaged.engine.step_writer import StepWriters
 from minipaged.events import Emit
 from minipaged.params import EngineConfig
+from minipaged.scheduling import Costs
 from minipaged.steps import BlockMoves
 
 
@@ -75,6 +76,17 @@ class Memory(ABC):
         cache. Debug mode checks that there are no references besides these and the tables'."""
         return self.prefix_cache.blocks if self.prefix_cache else ()
 
+    @property
+    def num_host_available(self) -> int:
+        """Host blocks that can be taken now."""
+        return self.host_allocator.num_free if self.host_allocator else 0
+
+    @property
+    def held_on_host(self) -> Iterable[int]:
+        """Host blocks referenced from outside any table, one entry per reference: those of the floor below the prefix
+        cache."""
+        return ()
+
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)  # rounded up
 
@@ -117,10 +129,11 @@ class Memory(ABC):
     def begin(self, request: Request, sequence: SequenceState) -> None:
         """Start an empty table with blocks that are already computed, if there are any."""
 
-    def load(self, request: Request) -> None:  # noqa: B027
-        """Start an admitted request's first table, if empty, with blocks that other engines have computed.
+    def load(self, request: Request, costs: Costs) -> None:  # noqa: B027
+        """Start an admitted request's first table, if empty, with blocks that are computed but not on this device: on
+        the floor below, or by other engines.
 
-        Enough blocks are available for the whole request.
+        Enough blocks are available for the whole request. `costs`: what moving and computing them takes.
         """
 
     @abstractmethod
@@ -165,7 +178,15 @@ class Memory(ABC):
 
     @abstractmethod
     def take_moves(self) -> BlockMoves:
-        """Return the block moves since the last call, for the coming step."""
+        """Return the block moves since the last call, for the coming step, which is launched now."""
+
+    def moves_done(self) -> None:  # noqa: B027
+        """Note that the oldest launched step has run, with its moves."""
+
+    def moves_lost(self) -> None:
+        """Forget the moves of all steps that are planned or launched, and not known to be done: the steps have failed,
+        or nobody waits for them."""
+        self.take_moves()
 
 
 MakeMemory = Callable[[EngineConfig, Tier, Callable[[int], BlockAllocator] | None, StepWriters, Emit], Memory]

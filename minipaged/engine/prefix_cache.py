@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 from minipaged.contracts import BlockAllocator, BlockTable
 from minipaged.engine.cached_blocks import NO_PARENT, CachedBlock, Children, Match
@@ -125,10 +126,14 @@ class PrefixCache:
 
     def evict(self, num_blocks: int) -> list[int]:
         """Give back `num_blocks` evictable blocks: partial entries, then the least recently used full blocks."""
-        evicted = [block for block, _ in zip(self._evictable, range(num_blocks), strict=False)]
+        evicted = self.next_evicted(num_blocks)
         for block in evicted:
             self.drop(block)
         return evicted
+
+    def next_evicted(self, num_blocks: int) -> list[int]:
+        """The blocks that `evict` would give back now."""
+        return list(islice(self._evictable, max(0, num_blocks)))
 
     def drop(self, block: int) -> None:
         """Give up the cache's reference on a block without cached children."""

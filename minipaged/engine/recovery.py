@@ -16,7 +16,7 @@ def start_over(requests: Iterable[Request], scheduler: Scheduler, blocks: Memory
     `requests`: all that have not ended; the error may have left some of them in neither queue. Returns those whose
     blocks were dropped.
     """
-    blocks.take_moves()
+    blocks.moves_lost()
     writer.forget()
     requests = scheduler.let_all_wait(requests)
     by_state = sorted(requests, key=lambda request: request.state is RequestState.SWAPPED)

@@ -30,6 +30,7 @@ from minipaged.engine.lanes import Lane, num_sequences, share_of
 from minipaged.engine.memory import Memory
 from minipaged.engine.sequence import Request, RequestState
 from minipaged.engine.step_writer import StepWriters
+from minipaged.engine.views import LateCosts
 from minipaged.events import Emit, RequestAdmitted, RequestPreempted
 from minipaged.params import EngineConfig
 from minipaged.scheduling import MakePolicy, Policy
@@ -51,6 +52,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.lanes = [Lane(number) for number in range(config.pipeline_parallel_size)]
         self.asked = AskedPolicy(policy, config, blocks, runner)
+        self._costs = LateCosts(runner)
         self._writers = writers
         self._blocks = blocks
         self._emit = emit
@@ -232,7 +234,7 @@ class Scheduler:
                     num_looked_up = num_tokens if self._blocks.prefix_cache and request.reads_prefix_cache else 0
                     self._emit(RequestAdmitted(request.request_id, num_looked_up))
                 self._run(request)
-                self._blocks.load(request)
+                self._blocks.load(request, self._costs)
                 scheduled = self._part(self._whole(request), tokens_left)
                 if request.num_cached_tokens is None:
                     request.num_cached_tokens = request.sequences[0].num_computed

@@ -13,7 +13,7 @@ from typing import Any, TypedDict, TypeVar
 from minipaged.contracts import BlockAllocator
 from minipaged.errors import InvalidRequest
 from minipaged.handover.kv_connector import KVConnector
-from minipaged.params import EngineConfig, EngineSettings, KVCacheDtype, PreemptionMode, check, setting
+from minipaged.params import EngineConfig, EngineSettings, KVCacheDtype, PreemptionMode, check, check_tiers, setting
 from minipaged.scheduling import MakePolicy
 
 MakeAllocator = Callable[[int], BlockAllocator]
@@ -76,6 +76,7 @@ class Settings(EngineSettings):
             raise InvalidRequest(
                 "preemption is 'swap' but num_swap_blocks is 0; give the host pool some blocks or choose 'recompute'"
             )
+        check_tiers(self, 0 in (self.num_swap_blocks, self.swap_space))
         if self.swap_space is not None and self.num_swap_blocks is not None:
             raise InvalidRequest(
                 f"swap_space is {self.swap_space} GiB and num_swap_blocks is {self.num_swap_blocks}; give one of them"
@@ -84,6 +85,8 @@ class Settings(EngineSettings):
             self._check_kv_connector()
 
     def _check_kv_connector(self) -> None:
+        if self.kv_cache_tiers:
+            raise InvalidRequest("kv_connector and kv_cache_tiers are both given; they do not work together yet")
         if isinstance(self.kv_connector, type):
             name = self.kv_connector.__name__
             raise InvalidRequest(f"kv_connector is the class {name}; give an instance, as in {name}(folder)")
@@ -120,6 +123,7 @@ class GivenSettings(TypedDict, total=False):
     swap_space: float | None
     preemption: PreemptionMode
     enable_prefix_caching: bool
+    kv_cache_tiers: tuple[str, ...]
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int | None

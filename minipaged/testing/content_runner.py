@@ -140,6 +140,12 @@ class CheckedMirror(Mirror):
         raise InvariantViolation(Invariant.CONTENT, message)
 
 
+def _held_on_host(engine: Engine, block: int) -> bool:
+    """Whether a host block has a holder: the floor below the prefix cache keeps what it has given back to the device."""
+    allocator = engine.blocks.host_allocator
+    return allocator is not None and allocator.ref_count(block) > 0
+
+
 @cache
 def numpy_model() -> FakeModel:
     """The default model. (Where there is no NumPy, another one is passed.)"""
@@ -186,7 +192,9 @@ class ContentRunner(MirroredRunner):
             self.device[block] = [None] * self.block_size
         for host, device in moves.swap_in:
             self.device[device] = list(self.host[host])
-            self.host[host] = [None] * self.block_size
+        for host in {host for host, _ in moves.swap_in}:
+            if self.engine is None or not _held_on_host(self.engine, host):
+                self.host[host] = [None] * self.block_size
         assert not {source for source, _ in moves.copy} & {destination for _, destination in moves.copy}
         for source, destination in moves.copy:
             self.device[destination] = list(self.device[source])

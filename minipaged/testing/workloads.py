@@ -15,9 +15,9 @@ from itertools import count
 
 from minipaged import contracts
 from minipaged.contracts import Logits, SamplingInput, Tier
-from minipaged.engine.block_manager import BlockManager
 from minipaged.engine.detokenizer import Decode
 from minipaged.engine.engine import Engine
+from minipaged.engine.floors import paged_memory
 from minipaged.engine.memory import MakeMemory
 from minipaged.engine.policies import looks_at_priority
 from minipaged.engine.policy import FirstComeFirstServed
@@ -26,6 +26,7 @@ from minipaged.events import (
     BlockCached,
     BlockEvicted,
     Event,
+    HostBlockDropped,
     Listener,
     PrefixReused,
     RequestArrived,
@@ -178,7 +179,7 @@ class WorkloadRun:
     allocator: Callable[[int], contracts.BlockAllocator] | None = None
     decode: Decode | None = None
     """A replacement for `letters`."""
-    memory: MakeMemory = BlockManager
+    memory: MakeMemory = paged_memory
     policy: MakePolicy = FirstComeFirstServed
     listeners: Sequence[Listener] = ()
     steady: bool = True
@@ -275,7 +276,9 @@ class WorkloadRun:
                 self.happened["last block kept"] += 1
             case BlockEvicted() if event.reason != "room":
                 self.happened[f"block {event.reason}"] += 1
-            case _ if event.name in ("request_refused", "block_copied", "block_evicted", "block_deduplicated"):
+            case HostBlockDropped():
+                self.happened[f"host block dropped: {event.reason}"] += 1
+            case _ if event.name in ("block_demoted", "blocks_promoted", "request_refused", "block_copied", "block_evicted", "block_deduplicated"):
                 self.happened[event.name.replace("_", " ")] += 1
 
     def named_requests(self) -> list[tuple[str, WorkloadRequest]]:
@@ -308,7 +311,7 @@ class WorkloadRun:
         """Check that all blocks are free or only cached, and that the queues are empty."""
         blocks = self.engine.blocks
         assert blocks.num_available == blocks.allocator.num_blocks
-        assert blocks.host_allocator is None or blocks.host_allocator.num_free == blocks.host_allocator.num_blocks
+        assert blocks.host_allocator is None or blocks.num_host_available == blocks.host_allocator.num_blocks
         assert not self.engine.scheduler.running
         assert not self.engine.scheduler.waiting
 

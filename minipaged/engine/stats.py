@@ -86,6 +86,10 @@ class Stats:
     """Blocks stored for other engines by a KV connector."""
     blocks_loaded: int = 0
     """Blocks loaded from other engines by a KV connector."""
+    blocks_demoted: int = 0
+    """Evicted blocks that were copied to the floor below the prefix cache."""
+    blocks_promoted: int = 0
+    """Blocks that prompts found on the floor below the prefix cache."""
     block_steps: int = 0
     """Distinct blocks held, summed over steps."""
     table_entry_steps: int = 0
@@ -132,6 +136,10 @@ class Stats:
                 self.blocks_stored += len(event.blocks)
             case ev.BlocksLoaded():
                 self.blocks_loaded += len(event.blocks)
+            case ev.BlockDemoted():
+                self.blocks_demoted += 1
+            case ev.BlocksPromoted():
+                self.blocks_promoted += len(event.pairs)
             case ev.RequestFinished():
                 self.finished_requests += 1
             case ev.SequenceFinished():

@@ -147,6 +147,8 @@ class State:
     host: PoolState = field(default_factory=lambda: PoolState(0))
     cached: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Device blocks that the prefix cache holds -> the tokens in them. Sequences may hold them too."""
+    demoted: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Host blocks that the floor below the prefix cache keeps -> the tokens in them."""
     requests: dict[str, LiveRequest] = field(default_factory=dict)
     sequences: dict[int, LiveSequence] = field(default_factory=dict)
     waiting: list[LiveRequest] = field(default_factory=list)
@@ -245,8 +247,22 @@ class State:
                 self._load(self.sequences[event.sequence], event.blocks)
             case ev.BlocksStored():
                 self.counts["blocks stored"] += len(event.blocks)
+            case ev.BlockDemoted() | ev.BlocksPromoted() | ev.HostBlockDropped():
+                self._apply_to_floor(event)
             case _:
                 self._apply_to_request(event)
+
+    def _apply_to_floor(self, event: ev.BlockDemoted | ev.BlocksPromoted | ev.HostBlockDropped) -> None:
+        match event:
+            case ev.BlockDemoted():
+                self.demoted[event.host_block] = self.cached[event.block]
+            case ev.BlocksPromoted():
+                if missing := [host for host, _ in event.pairs if host not in self.demoted]:
+                    raise ValueError(f"host block {missing[0]} is not on the floor below the prefix cache")
+                sequence, blocks = self.sequences[event.sequence], tuple(block for _, block in event.pairs)
+                self._grow(sequence, sequence.num_computed + len(blocks) * self.block_size, blocks)
+            case ev.HostBlockDropped():
+                del self.demoted[event.host_block]
 
     def _apply_to_request(self, event: Event) -> None:
         match event:
@@ -498,6 +514,7 @@ class State:
             self.device.copy(),
             self.host.copy(),
             dict(self.cached),
+            dict(self.demoted),
             requests,
             sequences,
             [requests[request.name] for request in self.waiting],

@@ -78,6 +78,17 @@ def tell(state: State, event: Event, words: Words | None = None) -> Sentence | N
                 "redundant": f"the prefix cache gives back block {event.block}: a longer one begins with its tokens",
             }[event.reason]
             return Sentence("evict", text, (event.block,))
+        case ev.BlockDemoted():
+            text = f"before it is given back, block {event.block} is copied to host block {event.host_block}"
+            return Sentence("evict", text, (event.block,))
+        case ev.BlocksPromoted():
+            sequence, blocks = state.sequences[event.sequence], tuple(block for _, block in event.pairs)
+            found = _count(len(blocks) * state.block_size, "token")
+            text = f"request {sequence.request.name} has {found} from the host, into {numbers(blocks)}"
+            return Sentence("load", text, blocks)
+        case ev.HostBlockDropped():
+            why = {"room": "unused for longest", "lost": "whose step failed"}[event.reason]
+            return Sentence("evict", f"the host gives back block {event.host_block}, {why}")
         case ev.BlocksLoaded():
             sequence = state.sequences[event.sequence]
             found = _count(len(event.blocks) * state.block_size, "token")
@@ -325,6 +336,18 @@ def explain(state: State, event: Event, words: Words | None = None, doubted: Col
                 "redundant": ": another cached block begins with the same tokens",
             }
             return f"The prefix cache lets go of block {event.block}{why[event.reason]}."
+        case ev.BlockDemoted():
+            return f"Block {event.block} is copied to host block {event.host_block}, where a later prompt may find it."
+        case ev.BlocksPromoted():
+            blocks = tuple(block for _, block in event.pairs)
+            are = "is" if len(blocks) == 1 else "are"
+            return (
+                f"More of sequence {letter(event.sequence)} is kept on the host: {_blocks(blocks)} {are} taken from the "
+                "free ones, and filled from there."
+            )
+        case ev.HostBlockDropped():
+            why = {"room": ", to make room", "lost": ": the step that moved it has failed"}[event.reason]
+            return f"Host block {event.host_block} is given back{why}."
         case ev.BlocksLoaded():
             are = "is" if len(event.blocks) == 1 else "are"
             return (

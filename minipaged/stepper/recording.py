@@ -121,6 +121,7 @@ ANCHORS: dict[str, tuple[Anchor, ...]] = {
     ),
     "block_copied": (("BlockAllocator.copy_on_write", "self._ref_counts[block] -= 1"),),
     "prefix_reused": (("BlockTable.adopt", "self._blocks = list(blocks)"),),
+    "blocks_promoted": (("BlockTable.append", "self._blocks += new"),),
     "blocks_loaded": (("BlockTable.append", "self._blocks += new"),),
     "sequence_forked": (("BlockTable.fork", "child.adopt(self._blocks)"),),
     "blocks_freed": (("BlockAllocator.free", "self._ref_counts[block] -= 1"),),

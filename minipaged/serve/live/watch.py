@@ -243,9 +243,13 @@ class Watch:
                 state.apply(event)
                 self._touch(device, event.blocks)
                 self._reused(event)
-            case ev.BlocksLoaded():
+            case ev.BlockDemoted() | ev.HostBlockDropped():
                 state.apply(event)
-                self._touch(device, event.blocks)
+                self._touch(self._host, (event.host_block,))
+            case ev.BlocksLoaded() | ev.BlocksPromoted():
+                state.apply(event)
+                blocks = event.blocks if isinstance(event, ev.BlocksLoaded) else [block for _, block in event.pairs]
+                self._touch(device, blocks)
                 self._tell(state.sequences[event.sequence].request.name)
             case ev.SwappedOut() | ev.SwappedIn():
                 state.apply(event)
@@ -370,7 +374,7 @@ class Watch:
     def _runs(self, pool: PoolState, blocks: list[int]) -> list[list[int]]:
         """Return the state of these blocks. Neighbours with equal states are joined to one run."""
         runs: list[list[int]] = []
-        cached = self.state.cached if pool is self.state.device else ()
+        cached = self.state.cached if pool is self.state.device else self.state.demoted
         sequences, holders_of, filled = self.state.sequences, pool.holders, pool.filled
         end, before = -1, None
         for block in sorted(blocks):

@@ -1,0 +1,264 @@
+"""The floor in host memory below the prefix cache: what is evicted comes back, pinned while it moves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from minipaged.engine import floors
+from minipaged.engine.floors import FlooredBlockManager, HostFloor
+from minipaged.errors import InvalidRequest, InvariantViolation
+from minipaged.events import BlockDemoted, BlocksPromoted, HostBlockDropped
+from minipaged.params import EngineConfig
+from minipaged.replay.state import State
+from minipaged.setup.settings import Settings
+from minipaged.steps import BlockMoves
+from minipaged.testing.content_runner import ContentRunner
+from tests.effort import one_case_in, scaled, seeds
+from tests.engine.test_partial_hits import Served
+from tests.late_device import LATE, LateRunner
+from tests.workloads import FAST, REFERENCE, Workload, WorkloadRun, random_workload
+
+TIER = {"kv_cache_tiers": ("host",)}
+FIRST, OTHER = range(1, 10), range(20, 34)  # of blocks of 4: two full blocks and a token; three and two tokens
+
+
+def floored(seed: int) -> Workload:
+    """The random workload of this seed, with a floor of few blocks, and with steps in flight every other time."""
+    workload = random_workload(seed)
+    config = replace(
+        workload.config,
+        **TIER,
+        enable_prefix_caching=True,
+        num_swap_blocks=workload.config.num_swap_blocks or 6,
+        async_scheduling=bool(seed % 2),
+    )
+    return replace(workload, config=config, swap_is_cheap=seed % 8 != 0)
+
+
+def run_floored(seed: int, make_runner: type[ContentRunner] | None = None) -> WorkloadRun:
+    workload = floored(seed)
+    late = workload.config.async_scheduling
+    make = make_runner or (LateRunner if late else ContentRunner)
+    run = WorkloadRun(workload, LATE if late else REFERENCE, make_runner=make, steady=seed % 4 < 2)
+    run.to_the_end()
+    run.check_outputs()
+    run.check_nothing_leaked()
+    return run
+
+
+@one_case_in(4)
+@scaled
+@pytest.mark.parametrize("seeds", seeds(1000, 100), ids=str)
+def test_every_invariant_holds_with_a_floor_in_random_workloads(seeds: range) -> None:
+    """Pinned-in-flight shows in content, as the moves run by kind; and in exact-references of the host pool."""
+    for seed in seeds:
+        try:
+            run_floored(seed)
+        except Exception as error:
+            error.add_note(f"in workload {seed}")
+            raise
+
+
+def test_the_workloads_use_the_floor_in_every_way() -> None:
+    happened: Counter[str] = Counter()
+    ways = {"block demoted", "blocks promoted", "host block dropped: room", "preempted by swap"}
+    for seed in range(400):
+        happened.update(set(run_floored(seed).happened))
+        if all(happened[way] > 1 for way in ways):
+            return
+    raise AssertionError(happened)
+
+
+# --- Single runs ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", [REFERENCE, FAST], ids=["reference", "fast"])
+def test_what_was_evicted_comes_back_by_a_hit(tier: Any) -> None:
+    served = Served(num_blocks=4, tier=tier, num_swap_blocks=8, **TIER)
+    served.serve(FIRST)
+    served.serve(OTHER)
+    [*demoted] = served.of(BlockDemoted)
+    again = served.serve(FIRST)
+    [promoted] = served.of(BlocksPromoted)
+    assert [host for host, _ in promoted.pairs] == [event.host_block for event in demoted][:2][::-1]
+    assert again.num_cached_tokens == 8
+    assert served.engine.stats.blocks_promoted == 2
+
+
+def test_a_block_that_the_floor_keeps_is_not_moved_down_again() -> None:
+    served = Served(num_blocks=4, num_swap_blocks=8, **TIER)
+    for prompt in (FIRST, OTHER, FIRST):
+        served.serve(prompt)
+    before = served.engine.stats.blocks_demoted
+    served.serve(OTHER)
+    assert served.engine.stats.blocks_demoted == before
+
+
+def test_the_floor_forgets_the_least_recently_used_block() -> None:
+    served = Served(num_blocks=4, num_swap_blocks=3, **TIER)
+    for prompt in (FIRST, OTHER, range(40, 50)):
+        served.serve(prompt)
+    demoted = [event.host_block for event in served.of(BlockDemoted)]
+    dropped = served.of(HostBlockDropped)
+    assert dropped
+    assert [event.host_block for event in dropped] == demoted[: len(dropped)]
+    assert {event.reason for event in dropped} == {"room"}
+
+
+def test_where_computing_is_faster_nothing_is_moved() -> None:
+    served = Served(num_blocks=4, num_swap_blocks=8, **TIER)
+    served.run.runner.swap_is_cheap = False
+    for prompt in (FIRST, OTHER, FIRST):
+        served.serve(prompt)
+    assert not served.of(BlockDemoted)
+
+
+def test_the_events_are_complete() -> None:
+    """Folded, they give what the floor keeps, at every step; and no event names a block that it does not keep."""
+    for seed in range(60):
+        state = State()
+        tier, runner = (LATE, LateRunner) if seed % 2 else (REFERENCE, ContentRunner)
+        run = WorkloadRun(floored(seed), tier, make_runner=runner, listeners=[state.apply])
+        run.to_the_end()
+        memory = run.engine.blocks
+        assert isinstance(memory, FlooredBlockManager)
+        assert sorted(state.demoted) == sorted(memory.floor.held)
+
+
+# --- Steps that fail ------------------------------------------------------------------------------
+
+
+class Loses(ContentRunner):
+    """Its first moves up or down raise, after they were made in part."""
+
+    lost: int = 0
+
+    def move(self, moves: BlockMoves) -> None:
+        if (moves.swap_in or moves.swap_out) and self.lost < 3:
+            self.lost += 1
+            super().move(moves._replace(swap_in=(), swap_out=()))
+            raise ConnectionError("the link is down")
+        super().move(moves)
+
+
+def test_what_fails_to_move_is_computed() -> None:
+    lost = Counter[str]()
+    for seed in range(0, 120, 2):
+        run = WorkloadRun(floored(seed), make_runner=Loses)
+        for now in range(500):
+            try:
+                if not run.advance(now):
+                    break
+            except ConnectionError:
+                run.engine.check_invariants()
+        run.check_outputs()
+        run.check_nothing_leaked()
+        lost.update(set(run.happened))
+    assert lost["host block dropped: lost"] > 3
+
+
+def test_a_load_that_always_fails_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = ContentRunner.move
+
+    def never_loads(self: ContentRunner, moves: BlockMoves) -> None:
+        if moves.swap_in:
+            raise ConnectionError("the link is down")
+        right(self, moves)
+
+    served = Served(num_blocks=4, num_swap_blocks=8, **TIER)
+    served.serve(FIRST)
+    served.serve(OTHER)
+    monkeypatch.setattr(ContentRunner, "move", never_loads)
+    name = served.add(FIRST)
+    for _ in range(5):
+        try:
+            served.step()
+        except ConnectionError:
+            assert {event.reason for event in served.of(HostBlockDropped)} == {"lost"}
+    assert served.outputs[name].finished
+
+
+# --- Planted bugs ---------------------------------------------------------------------------------
+
+
+def find_a_failure(seeds: Iterable[int] = range(1500)) -> None:
+    for seed in seeds:
+        try:
+            run_floored(seed)
+        except (InvariantViolation, AssertionError):
+            return
+    raise AssertionError("the oracle found nothing")
+
+
+def test_the_oracle_finds_a_pinned_block_that_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making room for a load evicts what is being loaded (sglang, PR 27631)."""
+
+    def forgets(self: HostFloor, blocks: Iterable[int]) -> None:
+        list(blocks)
+
+    monkeypatch.setattr(HostFloor, "pin", forgets)
+    find_a_failure()
+
+
+def test_the_oracle_finds_a_lost_load_that_is_taken_for_done() -> None:
+    class LosesLoads(ContentRunner):
+        def move(self, moves: BlockMoves) -> None:
+            super().move(moves._replace(swap_in=()))
+
+    for seed in range(0, 400, 2):
+        try:
+            run_floored(seed, LosesLoads)
+        except InvariantViolation:
+            return
+    raise AssertionError("the oracle found nothing")
+
+
+def test_the_oracle_finds_lost_moves_that_the_floor_takes_for_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trusting(self: HostFloor) -> None:
+        self.launched()
+        while self._in_flight:
+            self.moves_done()
+
+    monkeypatch.setattr(HostFloor, "moves_lost", trusting)
+    with pytest.raises((InvariantViolation, AssertionError)):
+        test_what_fails_to_move_is_computed()
+
+
+def test_the_oracle_finds_a_stale_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block is named by all tokens up to its end, not by its own."""
+    from minipaged.engine import floors
+
+    right = floors.name_of
+    monkeypatch.setattr(floors, "name_of", lambda parent, tokens: right(b"", tokens))
+    find_a_failure()
+
+
+# --- Settings -------------------------------------------------------------------------------------
+
+SIZES: dict[str, Any] = {"num_blocks": 4, "max_model_len": 40, "vocab_size": 50}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"kv_cache_tiers": ("disk",), "num_swap_blocks": 4}, "give \\('host',\\)"),
+        ({"kv_cache_tiers": 3, "num_swap_blocks": 4}, "must hold strings"),
+        ({"kv_cache_tiers": ("host",), "num_swap_blocks": 4, "enable_prefix_caching": False}, "leave one of them out"),
+        ({"kv_cache_tiers": ("host",), "num_swap_blocks": 0}, "num_swap_blocks is 0"),
+    ],
+)
+def test_settings_that_cannot_be_kept_are_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        EngineConfig(**SIZES, **given)
+    with pytest.raises(InvalidRequest, match=says):
+        Settings(**given)
+
+
+def test_one_string_names_one_floor() -> None:
+    config = EngineConfig(**SIZES, num_swap_blocks=4, kv_cache_tiers="host")  # type: ignore[arg-type]
+    assert config.kv_cache_tiers == ("host",)

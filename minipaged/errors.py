@@ -36,6 +36,9 @@ class Invariant(StrEnum):
     NO_ORPHAN = "no-orphan"
     """A request's blocks are free before the next step, and its reader is informed, whatever ended the request (its
     reader left, an error, a signal)."""
+    PINNED_IN_FLIGHT = "pinned-in-flight"
+    """A block that a transfer reads or writes is neither freed nor handed out until the transfer is known to be
+    done."""
     PARALLEL_INVARIANCE = "parallel-invariance"
     """Ranks in several processes compute the same bits as the same shards in one process, and choose the same tokens
     as a single rank."""

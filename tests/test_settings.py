@@ -133,10 +133,12 @@ def test_options_reach_the_fields_that_they_are_called_after() -> None:
     }
     values |= {"tier": "reference", "device": "cpu", "dtype": "float64", "allocator": f"{__file__}:Allocator"}
     values["kv_connector"] = "a folder"
+    values["kv_cache_tiers"] = "host"
     switches = {"ignore_eos": True, "debug": True, "enable_prefix_caching": False, "async_scheduling": False}
     switches |= {"include_stop_str_in_output": True, "skip_special_tokens": False}
     switches |= {"spaces_between_special_tokens": False}
     repeated = {"stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logprob_token_ids"}
+    repeated |= {"kv_cache_tiers"}
     number, line, expected = 1, ["a prompt"], dict[str, Any](switches)
     for option in COMMANDS["generate"].params:
         if option.name in switches:
@@ -155,6 +157,7 @@ def test_options_reach_the_fields_that_they_are_called_after() -> None:
     assert {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()} == expected
     given["swap_space"] = None  # the other way to say num_swap_blocks
     given["kv_connector"] = None  # does not go without prefix caching, nor with several ranks
+    given["kv_cache_tiers"] = ()  # does not go without prefix caching
     for kind in KINDS:
         kind(**given_for(kind, given))
 

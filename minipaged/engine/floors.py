@@ -45,6 +45,7 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
+from itertools import takewhile
 
 from minipaged.contracts import BlockAllocator, Tier
 from minipaged.engine.block_manager import BlockManager
@@ -88,14 +89,12 @@ class HostFloor:
         return [*self._planned, *(block for step in self._in_flight for block in step)]
 
     def match(self, names: Iterable[bytes]) -> list[int]:
-        """Return the host blocks with these names, up to the first that is missing."""
-        found = []
-        for name in names:
-            if name not in self._kept:
-                break
+        """Return the host blocks with these names, up to the first that is missing. Now they were used last, parents
+        after their children, so that no child stays behind its parent."""
+        found = [*takewhile(self._kept.__contains__, names)]
+        for name in reversed(found):
             self._kept.move_to_end(name)
-            found.append(self._kept[name])
-        return found
+        return [self._kept[name] for name in found]
 
     def keep(self, name: bytes) -> int | None:
         """Return a pinned host block to fill with the content of this name; None if it is kept already, or if every

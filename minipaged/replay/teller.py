@@ -342,12 +342,12 @@ def explain(state: State, event: Event, words: Words | None = None, doubted: Col
             blocks = tuple(block for _, block in event.pairs)
             are = "is" if len(blocks) == 1 else "are"
             return (
-                f"More of sequence {letter(event.sequence)} is kept on the host: {_blocks(blocks)} {are} taken from the "
-                "free ones, and filled from there."
+                f"More of sequence {letter(event.sequence)} is kept on the host: {_blocks(blocks)} {are} taken from "
+                "the free ones, and filled from there."
             )
         case ev.HostBlockDropped():
-            why = {"room": ", to make room", "lost": ": the step that moved it has failed"}[event.reason]
-            return f"Host block {event.host_block} is given back{why}."
+            because = {"room": ", to make room", "lost": ": the step that moved it has failed"}
+            return f"Host block {event.host_block} is given back{because[event.reason]}."
         case ev.BlocksLoaded():
             are = "is" if len(event.blocks) == 1 else "are"
             return (

@@ -42,6 +42,11 @@
     const size = state.pool.block_size;
     return s.tokens.slice(logical * size, Math.min(s.filled, (logical + 1) * size));
   };
+  const extend = (state, e, blocks) => {
+    const s = state.sequences.get(e.sequence);
+    s.table.push(...blocks);
+    s.filled += blocks.length * state.pool.block_size;
+  };
 
   const follow = {
     engine_started: (state, e) => { state.pool = e; },
@@ -90,11 +95,8 @@
       s.table = [...e.blocks];
       s.filled = e.num_tokens || e.blocks.length * state.pool.block_size;
     },
-    blocks_loaded: (state, e) => {
-      const s = state.sequences.get(e.sequence);
-      s.table.push(...e.blocks);
-      s.filled += e.blocks.length * state.pool.block_size;
-    },
+    blocks_loaded: (state, e) => extend(state, e, e.blocks),
+    blocks_promoted: (state, e) => extend(state, e, e.pairs.map((p) => p[1])),
     swapped_out: (state, e) => relocate(state, e, true),
     swapped_in: (state, e) => {
       relocate(state, e, false);
@@ -113,7 +115,7 @@
     finished: [...state.finished], cached: new Map(state.cached),
     sequences: new Map([...state.sequences].map(([id, s]) => [id, {...s, tokens: [...s.tokens], table: [...s.table]}])),
   });
-  /** Apply one event. An impossible one, in a run with a faulty part, changes nothing. */
+  /** Apply one event. An impossible one (of a faulty part) changes nothing. */
   const advance = (state, e) => {
     try {
       follow[e.event]?.(state, e);
@@ -126,7 +128,7 @@
       this.kept = [empty()];
       this.latest = [0, empty()]; // the last one that was read
     }
-    /** The state after the first n events. Callers must not change it. */
+    /** The state after the first n events. Not to be changed. */
     at(n) {
       let from = Math.min(Math.floor(n / CHECKPOINT), this.kept.length - 1) * CHECKPOINT;
       let start = this.kept[from / CHECKPOINT];
@@ -190,7 +192,7 @@
   const shownOf = (finished) => finished.filter((s) => s.reason !== "dropped").slice(-MOST_FINISHED);
   const MARKS = {sequence_forked: "fork", block_copied: "copy", request_preempted: "preemption", request_finished: "end"};
   const OF_INTEREST = new Set(["sequence_forked", "block_copied", "request_preempted", "swapped_out", "swapped_in",
-    "prefix_reused", "blocks_loaded", "block_deduplicated", "block_evicted", "request_refused", "blocks_freed", "step_failed",
+    "prefix_reused", "blocks_loaded", "blocks_promoted", "block_deduplicated", "block_evicted", "request_refused", "blocks_freed", "step_failed",
     "broken_here"]);
 
   /** The table entries for each block of one pool: block -> [{id, logical}]. */
@@ -425,8 +427,9 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
         const taken = e.event === "blocks_loaded" ? e.blocks : e.new_blocks ?? (e.destination === undefined ? [] : [e.destination]);
         for (const block of taken) this.used.false.add(block);
         for (const [from, to] of e.pairs ?? []) {
-          this.used[e.event === "swapped_in"].add(from);
-          this.used[e.event !== "swapped_in"].add(to);
+          const back = e.event !== "swapped_out";
+          if (e.request) this.used[back].add(from);
+          this.used[!back].add(to);
         }
       }
       this.build();

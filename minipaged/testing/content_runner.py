@@ -141,7 +141,7 @@ class CheckedMirror(Mirror):
 
 
 def _held_on_host(engine: Engine, block: int) -> bool:
-    """Whether a host block has a holder: the floor below the prefix cache keeps what it has given back to the device."""
+    """Whether a host block has a holder: the floor below the prefix cache keeps what came back to the device."""
     allocator = engine.blocks.host_allocator
     return allocator is not None and allocator.ref_count(block) > 0
 

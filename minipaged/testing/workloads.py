@@ -39,6 +39,9 @@ from minipaged.scheduling import MakePolicy
 from minipaged.testing.content_runner import ContentRunner, numpy_model
 from minipaged.testing.fake_model import FakeModel
 
+COUNTED = ("request_refused", "block_copied", "block_evicted", "block_deduplicated", "block_demoted", "blocks_promoted")
+"""The kinds of events that are counted by their names alone (`WorkloadRun.happened`)."""
+
 
 @dataclass(frozen=True)
 class WorkloadRequest:
@@ -278,7 +281,7 @@ class WorkloadRun:
                 self.happened[f"block {event.reason}"] += 1
             case HostBlockDropped():
                 self.happened[f"host block dropped: {event.reason}"] += 1
-            case _ if event.name in ("block_demoted", "blocks_promoted", "request_refused", "block_copied", "block_evicted", "block_deduplicated"):
+            case _ if event.name in COUNTED:
                 self.happened[event.name.replace("_", " ")] += 1
 
     def named_requests(self) -> list[tuple[str, WorkloadRequest]]:

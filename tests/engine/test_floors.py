@@ -64,6 +64,22 @@ def test_every_invariant_holds_with_a_floor_in_random_workloads(seeds: range) ->
             raise
 
 
+@one_case_in(2)
+@scaled
+@pytest.mark.parametrize("seeds", seeds(200, 50), ids=str)
+def test_every_invariant_holds_with_a_floor_and_several_lanes(seeds: range) -> None:
+    happened: Counter[str] = Counter()
+    for seed in seeds:
+        workload = floored(seed)
+        config = replace(workload.config, pipeline_parallel_size=2 + seed % 2, async_scheduling=False)
+        run = WorkloadRun(replace(workload, config=config), LATE, make_runner=LateRunner)
+        run.to_the_end()
+        run.check_outputs()
+        run.check_nothing_leaked()
+        happened.update(run.happened)
+    assert happened["blocks promoted"]
+
+
 def test_the_workloads_use_the_floor_in_every_way() -> None:
     happened: Counter[str] = Counter()
     ways = {"block demoted", "blocks promoted", "host block dropped: room", "preempted by swap"}
@@ -231,8 +247,6 @@ def test_the_oracle_finds_lost_moves_that_the_floor_takes_for_done(monkeypatch: 
 
 def test_the_oracle_finds_a_stale_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block is named by all tokens up to its end, not by its own."""
-    from minipaged.engine import floors
-
     right = floors.name_of
     monkeypatch.setattr(floors, "name_of", lambda parent, tokens: right(b"", tokens))
     find_a_failure()

@@ -13,6 +13,7 @@ from minipaged.stepper import Recording
 from minipaged.testing.content_runner import Prefixes
 from tests.effort import scaled, seeds
 from tests.engine.test_failure_injection import WORKLOADS, Fault, Fuse, wired
+from tests.engine.test_floors import floored
 from tests.handover.oracle import InMemory, connected_run
 from tests.handover.test_engine import cached_workload
 from tests.javascript import check_folds_agree
@@ -60,6 +61,15 @@ def test_and_where_blocks_come_from_another_engine() -> None:
             runs.append([])
             connected_run(workload, connector, prefixes, listeners=[runs[-1].append]).to_the_end()
     assert any(event.name == "blocks_loaded" for run in runs for event in run)
+    check_folds_agree(runs)
+
+
+def test_and_where_blocks_come_back_from_the_host() -> None:
+    runs: list[list[Event]] = []
+    for seed in range(4, 24, 2):
+        runs.append([])
+        WorkloadRun(floored(seed), listeners=[runs[-1].append]).to_the_end()
+    assert any(event.name == "blocks_promoted" for run in runs for event in run)
     check_folds_agree(runs)
 
 

@@ -10,12 +10,15 @@ from minipaged.events import (
     BlockCached,
     BlockCopied,
     BlockDeduplicated,
+    BlockDemoted,
     BlockEvicted,
     BlocksFreed,
     BlocksLoaded,
+    BlocksPromoted,
     BlocksStored,
     EngineStarted,
     Event,
+    HostBlockDropped,
     PrefixReused,
     RequestAdmitted,
     RequestArrived,
@@ -92,6 +95,7 @@ RUN: list[tuple[Event, str]] = [
     (BlocksFreed(0, (0, 7)), "Sequence A lets go of blocks 0 and 7; 0 has other holders and stays."),
     (RequestFinished("a", "finished"), "Request a (A) is finished."),
     (BlocksFreed(9, (0, 3)), "Sequence J lets go of blocks 0 and 3; 0 has other holders and stays."),
+    (BlockDemoted(0, 2), "Block 0 is copied to host block 2, where a later prompt may find it."),
     (BlockEvicted(0), "The prefix cache lets go of block 0, to make room."),
     (StepFailed(2, "OSError()", ("b",)), "Engine step 2 failed with OSError(); request b (J) will be recomputed."),
     (
@@ -105,7 +109,12 @@ RUN: list[tuple[Event, str]] = [
         "what it has left.",
     ),
     (BlocksStored(9, (1,)), "What is in block 1 of sequence J is left for other engines."),
-    (BlocksFreed(9, (3, 1)), "Sequence J lets go of blocks 3 and 1, free again from now on."),
+    (
+        BlocksPromoted(9, ((2, 5),)),
+        "More of sequence J is kept on the host: block 5 is taken from the free ones, and filled from there.",
+    ),
+    (HostBlockDropped(2, "room"), "Host block 2 is given back, to make room."),
+    (BlocksFreed(9, (3, 1, 5)), "Sequence J lets go of blocks 3, 1 and 5, free again from now on."),
     (RequestFinished("b", "failed"), "Request b (J) has failed."),
 ]
 
@@ -170,7 +179,7 @@ def test_what_an_allocator_disowns_is_not_told_as_a_fact() -> None:
     last = max(i for i, event in enumerate(events) if isinstance(event, BlocksFreed))
     assert sentences_of(events, doubted={last: {7}})[last] == RUN[last][1]
     told = sentences_of(events, doubted={last: {3}})[last]
-    assert told == "Sequence J lets go of blocks 3 and 1, which should be free again from now on."
+    assert told == "Sequence J lets go of blocks 3, 1 and 5, which should be free again from now on."
 
 
 @pytest.mark.parametrize(

@@ -272,6 +272,11 @@ class Runner(ABC):
         (A simulated machine has none.)"""
         raise NotImplementedError(f"{type(self).__name__} has no blocks to read")
 
+    def read_host_blocks(self, blocks: Sequence[int]) -> Sequence[bytes]:
+        """K and V of these host blocks, in the same format. Every move that writes them is known to be done.
+        (A simulated machine has none.)"""
+        raise NotImplementedError(f"{type(self).__name__} has no blocks to read")
+
     def on_failure(self, call: Callable[[Exception], None]) -> None:
         """Register a function that is called, on any thread, if the runner fails between steps. (Most runners cannot
         fail then, and ignore this.)"""

@@ -338,12 +338,12 @@ class BlocksPromoted(Event):
 
 @dataclass(frozen=True, slots=True)
 class HostBlockDropped(Event):
-    """The floor below the prefix cache gave up a host block: "room" was needed, or its step failed and its content is
-    "lost"."""
+    """The floor below the prefix cache gave up a host block: "room" was needed, for which its content went "to disk" or
+    nowhere; or its step failed and its content is "lost"."""
 
     name: ClassVar[str] = "host_block_dropped"
     host_block: int
-    reason: Literal["room", "lost"]
+    reason: Literal["room", "to disk", "lost"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,11 +357,12 @@ class BlocksStored(Event):
 
 @dataclass(frozen=True, slots=True)
 class BlocksLoaded(Event):
-    """The sequence's table was extended by these full blocks, which another engine computed."""
+    """The sequence's table was extended by these full blocks, which another engine computed, or which the disk kept."""
 
     name: ClassVar[str] = "blocks_loaded"
     sequence: int
     blocks: tuple[int, ...]
+    source: Literal["engine", "disk"] = "engine"
 
 
 # --- JSON Lines -----------------------------------------------------------------------------------

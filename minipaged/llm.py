@@ -32,7 +32,7 @@ from minipaged.api.vllm_arguments import (
 from minipaged.contracts import Runner
 from minipaged.engine.connected_memory import ConnectedBlockManager
 from minipaged.engine.engine import Engine
-from minipaged.engine.floors import paged_memory
+from minipaged.engine.floors import Disk, FlooredBlockManager, paged_memory
 from minipaged.engine.memory import MakeMemory
 from minipaged.engine.stats import Stats
 from minipaged.errors import InvalidRequest, InvariantViolation, ModelError
@@ -45,7 +45,7 @@ from minipaged.params import (
     SamplingParams,
 )
 from minipaged.scheduling import MakePolicy
-from minipaged.setup.loaded_model import LoadedModel, check_connector, handshake, policy_named
+from minipaged.setup.loaded_model import LoadedModel, check_connector, disk_floor, handshake, policy_named
 from minipaged.setup.settings import GivenSettings, Settings, takes_settings
 from minipaged.setup.sizes import engine_config
 
@@ -141,19 +141,21 @@ class LLM:
         # Threads may share an LLM; their calls run one after another. A thread that reads a stream may call `generate`
         # between two updates.
         self._lock = threading.RLock()
+        disk = disk_floor(asked)
         self.engine = Engine(
             self.config,
             loaded.tier,
             runner,
             allocator=asked.allocator,
-            memory=self._memory(asked, runner),
+            memory=self._memory(asked, runner, disk),
             policy=policy,
             decode=self.tokenizer.decode if self.tokenizer else None,
             encode=self.tokenizer.encode if self.tokenizer else None,
             listeners=listeners,
         )
-        if asked.kv_connector is not None:
-            asked.kv_connector.open(handshake(asked, loaded.folder, loaded.config, loaded.tier))
+        for shared in (asked.kv_connector, disk):
+            if shared is not None:
+                shared.open(handshake(asked, loaded.folder, loaded.config, loaded.tier))
 
     # --- What users call --------------------------------------------------------------------------
 
@@ -337,12 +339,15 @@ class LLM:
         finally:
             self.engine.keep_updates(kept)
 
-    def _memory(self, asked: Settings, runner: Runner) -> MakeMemory:
+    def _memory(self, asked: Settings, runner: Runner, disk: Disk | None) -> MakeMemory:
         """The class or function that makes the block manager."""
         connector = asked.kv_connector
+        size = self.loaded.block_bytes(asked.block_size, asked.kv_cache_dtype)
+        if disk:
+            read = runner.read_host_blocks
+            return partial(FlooredBlockManager, disk=disk, read_host_blocks=read, block_bytes=size)
         if connector is None:
             return paged_memory
-        size = self.loaded.block_bytes(asked.block_size, asked.kv_cache_dtype)
         return partial(ConnectedBlockManager, connector=connector, read_blocks=runner.read_blocks, block_bytes=size)
 
     @contextmanager

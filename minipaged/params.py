@@ -335,8 +335,8 @@ class EngineSettings:
     enable_prefix_caching: bool = True
     """Reuse blocks for prompts that begin with the same tokens."""
     kv_cache_tiers: tuple[str, ...] = ()
-    """Where blocks go that the prefix cache evicts: "host" keeps them in the host pool that swapping uses, while it has
-    room; a later prompt gets them back where that is faster than computing them."""
+    """Where blocks go that the prefix cache evicts: "host" keeps them in the host pool that swapping uses, and "disk",
+    after it, in `kv_cache_folder`; a later prompt gets them back where that is faster than computing them."""
     max_num_seqs: int = setting(256, at_least=1)
     """Maximum number of sequences in a batch."""
     max_num_batched_tokens: int = setting(2048, at_least=1)
@@ -355,7 +355,10 @@ def check_tiers(settings: EngineSettings, has_no_host_blocks: bool) -> None:
     """Raise InvalidRequest if `kv_cache_tiers` cannot be used with the other settings. Turns it into a tuple."""
     tiers = _strings("kv_cache_tiers", settings.kv_cache_tiers)
     object.__setattr__(settings, "kv_cache_tiers", tiers)
-    _require(tiers in ((), ("host",)), f"kv_cache_tiers is {tiers!r}; give ('host',), or leave it out")
+    _require(
+        tiers in ((), ("host",), ("host", "disk")),
+        f"kv_cache_tiers is {tiers!r}; give ('host',) or ('host', 'disk'), or leave it out",
+    )
     _require(
         not tiers or settings.enable_prefix_caching,
         "kv_cache_tiers is given but enable_prefix_caching is False; the floors hold what the prefix cache evicts, so "
@@ -363,7 +366,7 @@ def check_tiers(settings: EngineSettings, has_no_host_blocks: bool) -> None:
     )
     _require(
         not tiers or not has_no_host_blocks,
-        "kv_cache_tiers is ('host',) but num_swap_blocks is 0; give the host pool some blocks or leave it out",
+        f"kv_cache_tiers is {tiers!r} but num_swap_blocks is 0; give the host pool some blocks or leave it out",
     )
 
 

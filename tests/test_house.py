@@ -309,7 +309,7 @@ TWINS = {
     "block_allocator": ("BlockAllocator",),
     "block_table": ("BlockTable",),
     "kv_cache": ("KVCache",),
-    "handover": ("read_blocks", "write_blocks"),
+    "handover": ("read_blocks", "read_host_blocks", "write_blocks"),
     "attention": ("paged_attention",),
     "cascade": ("shared_prefixes",),
     "preemption": ("carry", "measure"),

@@ -52,7 +52,7 @@ def test_type_checkers_are_told_of_every_setting_and_its_type() -> None:
 def test_an_engine_goes_by_every_setting_that_is_about_it() -> None:
     """The others are the tier's, or the LLM's to find out."""
     above = {"tier", "device", "dtype", "gpu_memory_utilization", "swap_space", "allocator", "scheduling_policy"}
-    above |= {"worker_timeout", "kv_connector"}
+    above |= {"worker_timeout", "kv_connector", "kv_cache_folder", "kv_cache_disk_space"}
     assert {*names_of(Settings)} - above == {*names_of(EngineConfig)} - {"vocab_size", "eos_token_ids"}
     left_open = {each.name: each.metadata for each in fields(Settings)}
     for each in fields(EngineConfig):
@@ -133,7 +133,7 @@ def test_options_reach_the_fields_that_they_are_called_after() -> None:
     }
     values |= {"tier": "reference", "device": "cpu", "dtype": "float64", "allocator": f"{__file__}:Allocator"}
     values["kv_connector"] = "a folder"
-    values["kv_cache_tiers"] = "host"
+    values |= {"kv_cache_tiers": "host", "kv_cache_folder": "a folder"}
     switches = {"ignore_eos": True, "debug": True, "enable_prefix_caching": False, "async_scheduling": False}
     switches |= {"include_stop_str_in_output": True, "skip_special_tokens": False}
     switches |= {"spaces_between_special_tokens": False}
@@ -157,7 +157,7 @@ def test_options_reach_the_fields_that_they_are_called_after() -> None:
     assert {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()} == expected
     given["swap_space"] = None  # the other way to say num_swap_blocks
     given["kv_connector"] = None  # does not go without prefix caching, nor with several ranks
-    given["kv_cache_tiers"] = ()  # does not go without prefix caching
+    given |= {"kv_cache_tiers": (), "kv_cache_folder": None}  # the same
     for kind in KINDS:
         kind(**given_for(kind, given))
 

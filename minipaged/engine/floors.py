@@ -1,15 +1,23 @@
-"""Floors below the prefix cache: what it evicts moves to host memory, and comes back by a hit.
+"""Floors below the prefix cache: what it evicts moves to host memory, then to a disk, and comes back by a hit.
 
     device pool    prefix cache   in use / evictable ──evict──► free
-                                       │ demote   ▲
+                                       │ demote    ▲
                                        ▼ (swap_out)│ promote (swap_in)
-    host pool      floor          kept ──drop, for room──► free
+    host pool      host floor     kept ──drop, for room──► free
+                                       │ store     ▲
+                                       ▼           │ load into the device pool
+    folder         disk floor     files, the least recently used removed
 
 The host pool is the one that swapping uses. A block of it is held by preempted requests, or by the floor, or free.
-Only full blocks move down. The floor keeps its copy when a block comes back, so evicting it again moves nothing.
+Only full blocks move down. Each floor keeps its copy when a block comes back, so evicting it again moves nothing.
 
 *Names.* Block numbers mean nothing across floors, and a hash is no proof. A block is named by a digest of all tokens
-up to its end, chained: digest(name of its parent, its own tokens). A folder on disk can use the same names.
+up to its end, chained: digest(name of its parent, its own tokens). A name leads to its parents' tokens too, because
+the disk floor is a KV connector, which takes a block by all tokens up to its end.
+
+*The disk* (`disk_floor.py`) takes and gives bytes. A host block that is dropped is not pinned, so its content is there,
+and is read at once, whatever the device does. A file is read when its request is admitted, and its bytes go with the
+step, as those of other engines do. A disk that fails costs its blocks, never a request.
 
 *Who owns what.* `HostFloor` owns one reference on each host block that it keeps, least recently used first. The
 device's prefix cache does not know it. Preempted requests come first: what the floor keeps counts as available.
@@ -35,17 +43,20 @@ so none is preempted between the plan and the move.
 they read or wrote, demotions and promotions. What is forgotten is computed, so a load that always fails cannot block
 a request. Blocks of steps committed before stay.
 
-*Break-even.* Blocks are kept only if carrying one takes less time than computing its tokens, by the cost model that
-swapping has (`policy.py`). Both sides grow with the number of blocks, so this is one answer for a machine.
+*Break-even.* A floor is used only if carrying a block from there takes less time than computing its tokens, by the
+cost model that swapping has (`policy.py`); for the disk, with its own speed. Both sides grow with the number of blocks,
+so this is one answer for a machine.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
-from itertools import takewhile
+from itertools import islice, takewhile
+from typing import Literal, NamedTuple, Protocol
 
 from minipaged.contracts import BlockAllocator, Tier
 from minipaged.engine.block_manager import BlockManager
@@ -54,74 +65,129 @@ from minipaged.engine.policy import carry_seconds, recompute_seconds
 from minipaged.engine.prefix_cache import PrefixCache
 from minipaged.engine.sequence import Request
 from minipaged.engine.step_writer import StepWriters
-from minipaged.events import BlockDemoted, BlocksPromoted, Emit, HostBlockDropped
+from minipaged.engine.views import plain
+from minipaged.errors import InvalidRequest
+from minipaged.events import BlockDemoted, BlocksLoaded, BlocksPromoted, Emit, HostBlockDropped
+from minipaged.handover.kv_connector import KVConnector
 from minipaged.params import EngineConfig
 from minipaged.scheduling import Costs
 from minipaged.steps import BlockMoves
 
-NAME_BYTES = 16
-NO_NAME = b""
-"""The parent's name of a sequence's first block."""
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockName:
+    """The name of a full block."""
+
+    digest: bytes
+    tokens: tuple[int, ...]
+    """The block's own tokens."""
+    parent: BlockName | None
+    """The name of the block before it; None for a sequence's first block."""
+
+    def all_tokens(self) -> list[int]:
+        """All tokens up to the block's end."""
+        parts, name = list[tuple[int, ...]](), self
+        while True:
+            parts.append(name.tokens)
+            if name.parent is None:
+                return [token for part in reversed(parts) for token in part]
+            name = name.parent
+
+
+def name_of(parent: BlockName | None, tokens: Sequence[int]) -> BlockName:
+    """The name of the block with these tokens after its parent."""
+    before = parent.digest if parent else b""
+    digest = blake2b(before + array("q", tokens).tobytes(), digest_size=DIGEST_BYTES).digest()
+    return BlockName(digest, tuple(tokens), parent)
+
+
+def names_of(tokens: Sequence[int], block_size: int, num_blocks: int) -> list[BlockName]:
+    """The names of the first `num_blocks` blocks of these tokens."""
+    names, name = list[BlockName](), None
+    for start in range(0, num_blocks * block_size, block_size):
+        names.append(name := name_of(name, tokens[start : start + block_size]))
+    return names
+
+
+class KeptBlock(NamedTuple):
+    """A host block of the floor, and the name of its content."""
+
+    name: BlockName
+    block: int
 
 
 class HostFloor:
-    """Host blocks by the names of their content, least recently used first, and pins on host blocks."""
+    """Host blocks by the names of their content, least recently used first, and pins on host blocks.
 
-    def __init__(self, allocator: BlockAllocator, emit: Emit) -> None:
+    `move_down`: receives the blocks that are about to be dropped for room, and returns those that are on the floor
+    below now.
+    """
+
+    def __init__(
+        self, allocator: BlockAllocator, emit: Emit, move_down: Callable[[Sequence[KeptBlock]], Collection[KeptBlock]]
+    ) -> None:
         self._allocator = allocator
         self._emit = emit
-        self._kept: OrderedDict[bytes, int] = OrderedDict()  # name -> host block
+        self._move_down = move_down
+        self._kept: OrderedDict[bytes, KeptBlock] = OrderedDict()  # by the digest of its name
         self._planned: list[int] = []  # pinned by moves of the step being planned, one entry per pin
         self._in_flight: deque[list[int]] = deque()  # the same for each launched step, the oldest first
 
     @property
     def held(self) -> Iterable[int]:
         """The host blocks that the floor holds, one entry per reference: those kept, and the pins."""
-        return [*self._kept.values(), *self._pins]
+        return [*(kept.block for kept in self._kept.values()), *self._pins]
 
     @property
     def num_available(self) -> int:
         """The number of kept blocks that could be given back now."""
-        return len(self._kept) - len(set(self._kept.values()) & set(self._pins))
+        return len(self._kept) - len({kept.block for kept in self._kept.values()}.intersection(self._pins))
 
     @property
     def _pins(self) -> list[int]:
         return [*self._planned, *(block for step in self._in_flight for block in step)]
 
-    def match(self, names: Iterable[bytes]) -> list[int]:
+    def match(self, names: Iterable[BlockName]) -> list[int]:
         """Return the host blocks with these names, up to the first that is missing. Now they were used last, parents
         after their children, so that no child stays behind its parent."""
-        found = [*takewhile(self._kept.__contains__, names)]
-        for name in reversed(found):
-            self._kept.move_to_end(name)
-        return [self._kept[name] for name in found]
+        found = [*takewhile(self._kept.__contains__, (name.digest for name in names))]
+        for digest in reversed(found):
+            self._kept.move_to_end(digest)
+        return [self._kept[digest].block for digest in found]
 
-    def keep(self, name: bytes) -> int | None:
+    def keep(self, name: BlockName) -> int | None:
         """Return a pinned host block to fill with the content of this name; None if it is kept already, or if every
         block of the pool is held."""
-        if name in self._kept:
-            self._kept.move_to_end(name)
+        if name.digest in self._kept:
+            self._kept.move_to_end(name.digest)
             return None
         self.give_back(1 - self._allocator.num_free)
         if not self._allocator.num_free:
             return None
         block = self._allocator.allocate()
-        self._kept[name] = block
+        self._kept[name.digest] = KeptBlock(name, block)
         self.pin([block])
         return block
 
     def give_back(self, num_blocks: int) -> None:
         """Free the least recently used blocks that are not pinned, at most `num_blocks`."""
-        if num_blocks > 0:
-            pins = set(self._pins)
-            free = [name for name, block in self._kept.items() if block not in pins]
-            for name in free[:num_blocks]:
-                self._drop(name, "room")
+        if num_blocks <= 0:
+            return
+        pins = set(self._pins)
+        leaving = list(islice((kept for kept in self._kept.values() if kept.block not in pins), num_blocks))
+        below: Collection[KeptBlock] = ()
+        try:
+            below = self._move_down(leaving)
+        finally:  # a floor below that always fails would otherwise stop everybody
+            for kept in leaving:
+                self._drop(kept, "to disk" if kept in below else "room")
 
-    def _drop(self, name: bytes, reason: str) -> None:
-        block = self._kept.pop(name)
-        self._allocator.free(block)
-        self._emit(HostBlockDropped(block, "room" if reason == "room" else "lost"))
+    def _drop(self, kept: KeptBlock, reason: Literal["room", "to disk", "lost"]) -> None:
+        del self._kept[kept.name.digest]
+        self._allocator.free(kept.block)
+        self._emit(HostBlockDropped(kept.block, reason))
 
     # --- Pins -------------------------------------------------------------------------------------
 
@@ -145,13 +211,24 @@ class HostFloor:
         pins, self._planned = self._pins, []
         self._in_flight.clear()
         unknown = set(pins)
-        for name in [name for name, block in self._kept.items() if block in unknown]:
-            self._drop(name, "lost")
+        for kept in [kept for kept in self._kept.values() if kept.block in unknown]:
+            self._drop(kept, "lost")
         self._allocator.free_many(pins)
 
 
+class Disk(KVConnector, Protocol):
+    """A KV connector whose speed is known (`disk_floor.py`)."""
+
+    bytes_per_second: float
+    """The speed of loading."""
+
+
 class FlooredBlockManager(BlockManager):
-    """Paged memory whose prefix cache has a floor in host memory below it (`EngineConfig.kv_cache_tiers`)."""
+    """Paged memory whose prefix cache has a floor in host memory below it (`EngineConfig.kv_cache_tiers`).
+
+    `disk`: the floor below that, if there is one. `read_host_blocks`: `Runner.read_host_blocks`. `block_bytes`: the
+    size of one block. The disk needs both.
+    """
 
     prefix_cache: PrefixCache
     host_allocator: BlockAllocator
@@ -163,11 +240,20 @@ class FlooredBlockManager(BlockManager):
         allocator: Callable[[int], BlockAllocator] | None,
         writer: StepWriters,
         emit: Emit,
+        *,
+        disk: Disk | None = None,
+        read_host_blocks: Callable[[Sequence[int]], Sequence[bytes]] | None = None,
+        block_bytes: int = 0,
     ) -> None:
         super().__init__(config, tier, allocator, writer, emit)
-        self.floor = HostFloor(self.host_allocator, emit)
-        self._pays: bool | None = None  # whether carrying a block takes less time than computing it
-        self._names: dict[int, tuple[CachedBlock, bytes]] = {}  # cached block -> its entry, and the entry's name
+        self.floor = HostFloor(self.host_allocator, emit, self._move_to_disk)
+        self._disk = disk
+        self._read_host_blocks = read_host_blocks
+        self._block_bytes = block_bytes
+        self._pays: bool | None = None  # whether carrying a block takes less time than computing it; None: unknown yet
+        self._disk_pays = False
+        self._load: list[tuple[int, bytes]] = []  # blocks to load since the last `take_moves`
+        self._names: dict[int, tuple[CachedBlock, BlockName]] = {}  # cached block -> its entry, and the entry's name
 
     @property
     def num_host_available(self) -> int:
@@ -190,12 +276,12 @@ class FlooredBlockManager(BlockManager):
             self._swap_out.append((entry.block, host))
             self._emit(BlockDemoted(entry.block, host))
 
-    def _name(self, entry: CachedBlock) -> bytes:
+    def _name(self, entry: CachedBlock) -> BlockName:
         """The name of a cached block. Its parents are cached too, because children are evicted first."""
         chain: list[CachedBlock] = []
-        name = NO_NAME
+        name: BlockName | None = None
         while True:
-            known, found = self._names.get(entry.block, (None, NO_NAME))
+            known, found = self._names.get(entry.block, (None, None))
             if known is entry:  # else the block had another content then
                 name = found
                 break
@@ -206,32 +292,68 @@ class FlooredBlockManager(BlockManager):
         for entry in reversed(chain):
             name = name_of(name, entry.tokens)
             self._names[entry.block] = entry, name
+        assert name
         return name
+
+    def _move_to_disk(self, leaving: Sequence[KeptBlock]) -> Collection[KeptBlock]:
+        """Write host blocks to the disk; returns those that are there now. No move is under way for any of them."""
+        there: list[KeptBlock] = []
+        if not self._disk or not self._read_host_blocks or not self._disk_pays:
+            return there
+        for kept in leaving:
+            tokens = kept.name.all_tokens()
+            logical = len(tokens) // self.block_size - 1
+            lacking = self._disk.lacking(tokens, logical, logical + 1)
+            if not lacking or self._disk.store(tokens, {logical: self._read_host_blocks([kept.block])[0]}):
+                there.append(kept)
+        return there
 
     # --- Up ---------------------------------------------------------------------------------------
 
     def load(self, request: Request, costs: Costs) -> None:
         sequence = request.sequences[0]
         if self._pays is None:
-            self._pays = carry_seconds(costs, 1) < recompute_seconds(costs, self.block_size)
+            self._decide(costs)
         if not self._pays or sequence.num_computed or not request.reads_prefix_cache:
             return
         held = self.prefix_cache.match(sequence.tokens).num_tokens // self.block_size
         most = (len(sequence.tokens) - 1) // self.block_size  # one token has to run
         found = self.floor.match(names_of(sequence.tokens, self.block_size, most)[held:])
-        if not found:
+        # A sequence that starts over computes: its step may have failed because of what it loaded.
+        stored = [] if sequence.most_computed else self._stored(sequence.tokens, held + len(found), most)
+        if not found and not stored:
             return
         self.floor.pin(found)  # first: making room moves other blocks down
         self.begin(request, sequence, within_block=False)
-        self._make_room(len(found))
-        num_tokens = len(found) * self.block_size
-        sequence.table.append(num_tokens)
-        pairs = tuple(zip(found, sequence.table.blocks[held:], strict=True))
+        num_blocks = len(found) + len(stored)
+        self._make_room(num_blocks)
+        sequence.table.append(num_blocks * self.block_size)
+        blocks = sequence.table.blocks[held:]
+        pairs = tuple(zip(found, blocks, strict=False))
         self._swap_in += pairs
-        self.num_entries += len(pairs)
-        self.num_tokens += num_tokens
+        self._load += zip(blocks[len(found) :], stored, strict=True)
+        self.num_entries += num_blocks
+        self.num_tokens += num_blocks * self.block_size
         self._writer.table_changed(sequence, held)
-        self._emit(BlocksPromoted(sequence.sequence_id, pairs))
+        if found:
+            self._emit(BlocksPromoted(sequence.sequence_id, pairs))
+        if stored:
+            self._emit(BlocksLoaded(sequence.sequence_id, tuple(blocks[len(found) :]), "disk"))
+
+    def _decide(self, costs: Costs) -> None:
+        """Decide which floors pay, on this machine."""
+        computing = recompute_seconds(costs, self.block_size)
+        self._pays = carry_seconds(costs, 1) < computing
+        if self._disk:
+            by_disk = replace(plain(costs), link_bytes_per_second=self._disk.bytes_per_second)
+            self._disk_pays = carry_seconds(by_disk, 1) < computing
+
+    def _stored(self, tokens: Sequence[int], start: int, stop: int) -> list[bytes]:
+        """The logical blocks from `start` on that the disk has, up to the first that is missing or of another size."""
+        if not self._disk or not self._disk_pays or start >= stop:
+            return []
+        found = self._disk.load(tokens, start, stop)
+        return list(takewhile(lambda block: len(block) == self._block_bytes, found))
 
     # --- Preempted requests share the host pool ---------------------------------------------------
 
@@ -249,27 +371,16 @@ class FlooredBlockManager(BlockManager):
 
     def take_moves(self) -> BlockMoves:
         self.floor.launched()
-        return super().take_moves()
+        moves, self._load = super().take_moves()._replace(load=tuple(self._load)), []
+        return moves
 
     def moves_done(self) -> None:
         self.floor.moves_done()
 
     def moves_lost(self) -> None:
         super().take_moves()
+        self._load = []
         self.floor.moves_lost()
-
-
-def name_of(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The name of a block, from its parent's name and its own tokens."""
-    return blake2b(parent + array("q", tokens).tobytes(), digest_size=NAME_BYTES).digest()
-
-
-def names_of(tokens: Sequence[int], block_size: int, num_blocks: int) -> list[bytes]:
-    """The names of the first `num_blocks` blocks of these tokens."""
-    names, name = list[bytes](), NO_NAME
-    for start in range(0, num_blocks * block_size, block_size):
-        names.append(name := name_of(name, tokens[start : start + block_size]))
-    return names
 
 
 def paged_memory(
@@ -279,6 +390,14 @@ def paged_memory(
     writer: StepWriters,
     emit: Emit,
 ) -> BlockManager:
-    """Make the memory that a config asks for: paging, with or without a floor below its prefix cache."""
+    """Make the memory that a config asks for: paging, with or without a floor below its prefix cache.
+
+    Raises InvalidRequest for a floor on disk, because the config does not name its folder.
+    """
+    if "disk" in config.kv_cache_tiers:
+        raise InvalidRequest(
+            "kv_cache_tiers has 'disk', but this engine knows no folder; give LLM a kv_cache_folder, or give Engine a "
+            "memory, partial(FlooredBlockManager, disk=...)"
+        )
     kind = FlooredBlockManager if config.kv_cache_tiers else BlockManager
     return kind(config, tier, allocator, writer, emit)

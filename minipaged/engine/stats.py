@@ -85,7 +85,7 @@ class Stats:
     blocks_stored: int = 0
     """Blocks stored for other engines by a KV connector."""
     blocks_loaded: int = 0
-    """Blocks loaded from other engines by a KV connector."""
+    """Blocks loaded from other engines by a KV connector, or from the disk below the prefix cache."""
     blocks_demoted: int = 0
     """Evicted blocks that were copied to the floor below the prefix cache."""
     blocks_promoted: int = 0

@@ -20,9 +20,23 @@ from minipaged.fast.kv_cache import KVCache
 def read_blocks(kv_cache: KVCache, blocks: Sequence[int]) -> list[bytes]:
     """Return the contents of these device blocks, after all queued work has finished. Raises IndexError for a block
     outside the pool."""
-    numbers = _checked(kv_cache, blocks)
-    parts = [part.contiguous() for part in _parts(kv_cache, kv_cache.device_blocks[numbers].cpu())]
-    return [b"".join(part[i].view(torch.uint8).numpy().tobytes() for part in parts) for i in range(len(blocks))]
+    return _contents(kv_cache, kv_cache.device_blocks[_checked(kv_cache, blocks)].cpu())
+
+
+def read_host_blocks(kv_cache: KVCache, blocks: Sequence[int]) -> list[bytes]:
+    """Return the contents of these host blocks, after all queued swaps have finished. Raises IndexError for a block
+    outside the pool."""
+    for block in blocks:
+        if not 0 <= block < kv_cache.num_swap_blocks:
+            raise IndexError(f"block {block} is outside the host pool's {kv_cache.num_swap_blocks} blocks")
+    kv_cache.finish_swaps()
+    return _contents(kv_cache, kv_cache.host_blocks[list(blocks)])
+
+
+def _contents(kv_cache: KVCache, pool: Tensor) -> list[bytes]:
+    """Each block of this pool, which is in host memory, as bytes."""
+    parts = [part.contiguous() for part in _parts(kv_cache, pool)]
+    return [b"".join(part[i].view(torch.uint8).numpy().tobytes() for part in parts) for i in range(len(pool))]
 
 
 def write_blocks(kv_cache: KVCache, blocks: Sequence[tuple[int, bytes]]) -> None:

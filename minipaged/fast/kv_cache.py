@@ -207,6 +207,11 @@ class KVCache:
                 arriving.record_stream(computing)  # frees its memory only after the scatter
             self.device_blocks[self._on_device([device for _, device in piece])] = arriving
 
+    def finish_swaps(self) -> None:
+        """Wait until all queued swaps have finished."""
+        if self._side_stream:
+            self._side_stream.synchronize()
+
     def poison(self, blocks: Sequence[int]) -> None:
         """Fill free device blocks with NaN, so that an erroneous read shows immediately."""
         _check_blocks(blocks, self.num_blocks, "device")

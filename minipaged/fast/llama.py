@@ -45,7 +45,7 @@ from minipaged.fast.attention import attend
 from minipaged.fast.block_table import DeviceTables
 from minipaged.fast.cascade import shared_prefixes
 from minipaged.fast.device import is_gpu, to_device
-from minipaged.fast.handover import read_blocks
+from minipaged.fast.handover import read_blocks, read_host_blocks
 from minipaged.fast.kernels import Layer, Linear, LlamaKernels, Matrix, Shared
 from minipaged.fast.kv_cache import KVCache
 from minipaged.fast.linear import joined_linear
@@ -499,6 +499,9 @@ class Llama(Runner):
 
     def read_blocks(self, blocks: Sequence[int]) -> list[bytes]:
         return read_blocks(self.kv_cache, blocks)
+
+    def read_host_blocks(self, blocks: Sequence[int]) -> list[bytes]:
+        return read_host_blocks(self.kv_cache, blocks)
 
     def costs(self) -> Costs:
         """The costs of swapping and recomputing on this device, measured when the model was made."""

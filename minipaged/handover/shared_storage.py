@@ -41,13 +41,18 @@ class SharedStorageConnector:
     Raises InvalidRequest for a folder that cannot be used, or that holds the blocks of another model.
     """
 
+    setting = "kv_connector"
+    """The name of the setting to which its messages refer."""
+    lost = "blocks that cannot be handed over are computed"
+    """The consequence of an error, which its messages name."""
+
     def __init__(self, folder: str | Path, role: Role = "kv_both", max_bytes: int = 4 << 30) -> None:
         if role not in ("kv_producer", "kv_consumer", "kv_both"):
             raise InvalidRequest(f"role is {role!r}; choose 'kv_producer', 'kv_consumer' or 'kv_both'")
         if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
             raise InvalidRequest(f"max_bytes is {max_bytes!r}; it must be a whole number of bytes, 1 or more")
         if not str(folder):
-            raise InvalidRequest("kv_connector: the folder is ''; name one, on Linux best one in /dev/shm")
+            raise InvalidRequest(f"{self.setting}: the folder is ''; name one, on Linux best one in /dev/shm")
         self.folder = Path(folder).expanduser()
         self.role = role
         self.max_bytes = max_bytes
@@ -55,7 +60,7 @@ class SharedStorageConnector:
         self._block_size = 0
         self._num_bytes = 0  # the size of all blocks when the folder was last scanned
         self._num_since = max_bytes  # bytes stored since then
-        self._told = False
+        self._told: set[bool] = set()  # whether the errors reported so far were those of the system
 
     def check(self, handshake: Handshake) -> None:
         mine, path = asdict(handshake), self._handshake
@@ -76,11 +81,11 @@ class SharedStorageConnector:
             raise self._unusable(error) from None
         except ValueError:
             raise InvalidRequest(
-                f"kv_connector: {path} is damaged; remove {self.folder}, if no engine uses it, or give another folder"
+                f"{self.setting}: {path} is damaged; remove {self.folder}, if no engine uses it, or give another folder"
             ) from None
         if not believed:
             raise InvalidRequest(
-                f"kv_connector: others may write to {self.folder}, and the blocks in it are trusted; make it yours "
+                f"{self.setting}: others may write to {self.folder}, and the blocks in it are trusted; make it yours "
                 "alone (chmod 700), or give another folder"
             )
         if theirs != mine:
@@ -90,8 +95,9 @@ class SharedStorageConnector:
                 if theirs.get(name) != value
             ]
             raise InvalidRequest(
-                f"kv_connector: {self.folder} has blocks of another kind: {'; '.join(differ) or 'see handshake.json'}; "
-                "give the engines the same settings, or give each kind its own folder"
+                f"{self.setting}: {self.folder} has blocks of another kind: "
+                f"{'; '.join(differ) or 'see handshake.json'}; give the engines the same settings, or give each kind "
+                "its own folder"
             )
 
     def open(self, handshake: Handshake) -> None:
@@ -148,6 +154,7 @@ class SharedStorageConnector:
                 break
             digest, block = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
             if digest != self._digest(token_ids, logical, block):
+                self._tell(ValueError(f"{path} is cut, damaged or from elsewhere, and is removed"))
                 with suppress(OSError):
                     path.unlink()  # so that the right block can be stored
                 break
@@ -161,7 +168,7 @@ class SharedStorageConnector:
         return self.folder / "handshake.json"
 
     def _unusable(self, error: OSError) -> InvalidRequest:
-        return InvalidRequest(f"kv_connector: {self.folder} cannot be used: {error}; give another folder")
+        return InvalidRequest(f"{self.setting}: {self.folder} cannot be used: {error}; give another folder")
 
     def _paths(self, token_ids: Sequence[int], stop: int) -> list[Path]:
         hashes = block_hashes(token_ids[: stop * self._block_size], self._block_size)
@@ -179,6 +186,8 @@ class SharedStorageConnector:
         try:
             with open(descriptor, "wb") as file:
                 file.write(data)
+                file.flush()
+                os.fsync(descriptor)  # before its name: a machine that loses power leaves all of it or nothing
             if only_if_new:
                 with suppress(FileExistsError):
                     os.link(name, path)
@@ -210,7 +219,9 @@ class SharedStorageConnector:
                 os.unlink(path)
             self._num_bytes -= size
 
-    def _tell(self, error: OSError) -> None:
-        if not self._told:
-            print(f"kv_connector: {error}; blocks that cannot be handed over are computed", file=sys.stderr)
-        self._told = True
+    def _tell(self, error: OSError | ValueError) -> None:
+        """Report an error on stderr, if it is the first of its kind."""
+        kind = isinstance(error, OSError)
+        if kind not in self._told:
+            print(f"{self.setting}: {error}; {self.lost}", file=sys.stderr)
+        self._told.add(kind)

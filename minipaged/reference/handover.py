@@ -20,6 +20,14 @@ def read_blocks(kv_cache: KVCache, blocks: Sequence[int]) -> list[bytes]:
     return [content.tobytes() for content in _as_bytes(kv_cache)[list(blocks)]]
 
 
+def read_host_blocks(kv_cache: KVCache, blocks: Sequence[int]) -> list[bytes]:
+    """Return the contents of these host blocks. Raises IndexError for a block outside the pool."""
+    for block in blocks:
+        if not 0 <= block < kv_cache.num_swap_blocks:
+            raise IndexError(f"block {block} is outside the host pool's {kv_cache.num_swap_blocks} blocks")
+    return [kv_cache.host_blocks[block].tobytes() for block in blocks]
+
+
 def write_blocks(kv_cache: KVCache, blocks: Sequence[tuple[int, bytes]]) -> None:
     """Write (block, content) pairs from another engine into these device blocks.
 

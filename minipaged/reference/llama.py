@@ -26,7 +26,7 @@ from minipaged.mirror import MirroredRunner
 from minipaged.models.config import ModelConfig
 from minipaged.models.quantized.stored import StoredMatrix
 from minipaged.reference.attention import paged_attention
-from minipaged.reference.handover import read_blocks
+from minipaged.reference.handover import read_blocks, read_host_blocks
 from minipaged.reference.kv_cache import Array, KVCache
 from minipaged.reference.linear import Weight, linear
 from minipaged.reference.preemption import carry, measure, probe_cache
@@ -132,6 +132,9 @@ class Llama(MirroredRunner):
 
     def read_blocks(self, blocks: Sequence[int]) -> list[bytes]:
         return read_blocks(self.kv_cache, blocks)
+
+    def read_host_blocks(self, blocks: Sequence[int]) -> list[bytes]:
+        return read_host_blocks(self.kv_cache, blocks)
 
     def sample(self, logits: Array, inputs: Sequence[SamplingInput]) -> list[Sampled]:
         """Choose one token for each input."""

@@ -84,6 +84,8 @@ class ShardedLlama(Llama):
         """Raise NotImplementedError: the inherited method would read only the first rank's part of each block."""
         raise NotImplementedError(NOT_HANDED_OVER)
 
+    read_host_blocks = read_blocks
+
     @property
     def _ranks(self) -> list[Llama]:
         return [rank for ranks in self.stages for rank in ranks]

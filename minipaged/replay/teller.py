@@ -87,12 +87,17 @@ def tell(state: State, event: Event, words: Words | None = None) -> Sentence | N
             text = f"request {sequence.request.name} has {found} from the host, into {numbers(blocks)}"
             return Sentence("load", text, blocks)
         case ev.HostBlockDropped():
-            why = {"room": "unused for longest", "lost": "whose step failed"}[event.reason]
+            why = {
+                "room": "unused for longest",
+                "to disk": "whose content is on disk now",
+                "lost": "whose step failed",
+            }[event.reason]
             return Sentence("evict", f"the host gives back block {event.host_block}, {why}")
         case ev.BlocksLoaded():
             sequence = state.sequences[event.sequence]
             found = _count(len(event.blocks) * state.block_size, "token")
-            text = f"request {sequence.request.name} has {found} from another engine, into {numbers(event.blocks)}"
+            source = {"engine": "another engine", "disk": "the disk"}[event.source]
+            text = f"request {sequence.request.name} has {found} from {source}, into {numbers(event.blocks)}"
             return Sentence("load", text, event.blocks)
         case ev.BlocksStored():
             owner = state.sequences[event.sequence].request.name
@@ -346,10 +351,19 @@ def explain(state: State, event: Event, words: Words | None = None, doubted: Col
                 "the free ones, and filled from there."
             )
         case ev.HostBlockDropped():
-            because = {"room": ", to make room", "lost": ": the step that moved it has failed"}
+            because = {
+                "room": ", to make room",
+                "to disk": ", to make room: its content is written to disk",
+                "lost": ": the step that moved it has failed",
+            }
             return f"Host block {event.host_block} is given back{because[event.reason]}."
         case ev.BlocksLoaded():
             are = "is" if len(event.blocks) == 1 else "are"
+            if event.source == "disk":
+                return (
+                    f"More of sequence {letter(event.sequence)} is kept on disk: {_blocks(event.blocks)} {are} taken "
+                    "from the free ones, and filled from there."
+                )
             return (
                 f"Another engine has computed more of sequence {letter(event.sequence)}: {_blocks(event.blocks)} {are} "
                 "taken from the free ones, and written with what it has left."

@@ -10,6 +10,7 @@ from typing import Any, Unpack
 from minipaged import tiers
 from minipaged.engine.policies import POLICIES
 from minipaged.errors import InvalidRequest
+from minipaged.handover.disk_floor import DiskFloor
 from minipaged.handover.kv_connector import Handshake
 from minipaged.models import hub
 from minipaged.models.config import ModelConfig
@@ -120,9 +121,18 @@ def check_length(config: ModelConfig, max_model_len: int | None) -> None:
 
 
 def check_connector(asked: Settings, folder: Path, config: ModelConfig, tier: DeviceTier) -> None:
-    """Raise InvalidRequest if the KV connector cannot be used, or if its other engines have blocks of another kind."""
-    if asked.kv_connector is not None:
-        asked.kv_connector.check(handshake(asked, folder, config, tier))
+    """Raise InvalidRequest if the KV connector or the disk floor cannot be used, or if its other engines have blocks of
+    another kind."""
+    for connector in (asked.kv_connector, disk_floor(asked)):
+        if connector is not None:
+            connector.check(handshake(asked, folder, config, tier))
+
+
+def disk_floor(asked: Settings) -> DiskFloor | None:
+    """The floor on disk, not open yet; None if none is asked for."""
+    if asked.kv_cache_folder is None:
+        return None
+    return DiskFloor(asked.kv_cache_folder, int(asked.kv_cache_disk_space * 2**30))
 
 
 def handshake(asked: Settings, folder: Path, config: ModelConfig, tier: DeviceTier) -> Handshake:

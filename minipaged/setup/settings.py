@@ -63,6 +63,11 @@ class Settings(EngineSettings):
     kv_connector: KVConnector | None = None
     """Connector that hands full blocks over to other engines and loads theirs: `SharedStorageConnector(folder)`, or one
     of your own (minipaged/handover/kv_connector.py)."""
+    kv_cache_folder: str | None = None
+    """Folder of the blocks that `kv_cache_tiers` keeps on "disk". Other engines may use it too, and so may a
+    `SharedStorageConnector`."""
+    kv_cache_disk_space: float = setting(4.0, above=0, at_most=2**20)
+    """Size of the blocks in `kv_cache_folder` in GiB; the least recently used are removed."""
 
     def __post_init__(self) -> None:
         if self.max_model_len in (-1, "auto"):  # vLLM's ways to leave it open
@@ -81,12 +86,22 @@ class Settings(EngineSettings):
             raise InvalidRequest(
                 f"swap_space is {self.swap_space} GiB and num_swap_blocks is {self.num_swap_blocks}; give one of them"
             )
+        if ("disk" in self.kv_cache_tiers) != (self.kv_cache_folder is not None):
+            raise InvalidRequest(
+                f"kv_cache_tiers is {self.kv_cache_tiers!r} and kv_cache_folder is {self.kv_cache_folder!r}; give "
+                "('host', 'disk') and a folder, or leave the folder out"
+            )
+        if self.kv_cache_folder is not None:
+            self._check_one_rank("kv_cache_folder", "can keep blocks on disk")
         if self.kv_connector is not None:
             self._check_kv_connector()
 
     def _check_kv_connector(self) -> None:
         if self.kv_cache_tiers:
-            raise InvalidRequest("kv_connector and kv_cache_tiers are both given; they do not work together yet")
+            raise InvalidRequest(
+                "kv_connector and kv_cache_tiers are both given, and do not work together; leave one of them out (what "
+                "a connector has left in a folder is found with that as kv_cache_folder)"
+            )
         if isinstance(self.kv_connector, type):
             name = self.kv_connector.__name__
             raise InvalidRequest(f"kv_connector is the class {name}; give an instance, as in {name}(folder)")
@@ -101,11 +116,14 @@ class Settings(EngineSettings):
                 "kv_connector is given but enable_prefix_caching is False; the prefix cache hands the blocks over, so "
                 "leave one of them out"
             )
+        self._check_one_rank("kv_connector", "can hand blocks over")
+
+    def _check_one_rank(self, given: str, can: str) -> None:
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if (value := getattr(self, name)) > 1:
                 raise InvalidRequest(
-                    f"kv_connector is given but {name} is {value}, where each rank has a part of every block; only "
-                    "engines of one rank can hand blocks over, so leave one of them out"
+                    f"{given} is given but {name} is {value}, where each rank has a part of every block; only engines "
+                    f"of one rank {can}, so leave one of them out"
                 )
 
 
@@ -132,6 +150,8 @@ class GivenSettings(TypedDict, total=False):
     worker_timeout: float
     scheduling_policy: str | MakePolicy
     kv_connector: KVConnector | None
+    kv_cache_folder: str | None
+    kv_cache_disk_space: float
     tensor_parallel_size: int
     pipeline_parallel_size: int
     seed: int

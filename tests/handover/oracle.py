@@ -29,6 +29,10 @@ class HandsOver(ContentRunner):
     def read_blocks(self, blocks: Sequence[int]) -> list[bytes]:
         return [struct.pack(f"{self.block_size}q", *self.device[block]) for block in blocks]
 
+    def read_host_blocks(self, blocks: Sequence[int]) -> list[bytes]:
+        """Without waiting for the device: no move of theirs is under way."""
+        return [struct.pack(f"{self.block_size}q", *self.host[block]) for block in blocks]
+
 
 class LateHandsOver(LateRunner, HandsOver):
     """The same on a late device, whose blocks are read when it has done what it was given."""

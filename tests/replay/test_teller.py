@@ -113,8 +113,12 @@ RUN: list[tuple[Event, str]] = [
         BlocksPromoted(9, ((2, 5),)),
         "More of sequence J is kept on the host: block 5 is taken from the free ones, and filled from there.",
     ),
-    (HostBlockDropped(2, "room"), "Host block 2 is given back, to make room."),
-    (BlocksFreed(9, (3, 1, 5)), "Sequence J lets go of blocks 3, 1 and 5, free again from now on."),
+    (HostBlockDropped(2, "to disk"), "Host block 2 is given back, to make room: its content is written to disk."),
+    (
+        BlocksLoaded(9, (6,), "disk"),
+        "More of sequence J is kept on disk: block 6 is taken from the free ones, and filled from there.",
+    ),
+    (BlocksFreed(9, (3, 1, 5, 6)), "Sequence J lets go of blocks 3, 1, 5 and 6, free again from now on."),
     (RequestFinished("b", "failed"), "Request b (J) has failed."),
 ]
 
@@ -179,7 +183,7 @@ def test_what_an_allocator_disowns_is_not_told_as_a_fact() -> None:
     last = max(i for i, event in enumerate(events) if isinstance(event, BlocksFreed))
     assert sentences_of(events, doubted={last: {7}})[last] == RUN[last][1]
     told = sentences_of(events, doubted={last: {3}})[last]
-    assert told == "Sequence J lets go of blocks 3, 1 and 5, which should be free again from now on."
+    assert told == "Sequence J lets go of blocks 3, 1, 5 and 6, which should be free again from now on."
 
 
 @pytest.mark.parametrize(

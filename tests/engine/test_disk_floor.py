@@ -1,0 +1,495 @@
+"""The disk floor: what the host floor drops is written there, and whatever happens to a file costs a computation."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minipaged import LLM, SamplingParams
+from minipaged.engine.floors import Disk, FlooredBlockManager, HostFloor
+from minipaged.errors import InvalidRequest, InvariantViolation
+from minipaged.events import BlocksLoaded, HostBlockDropped
+from minipaged.handover.disk_floor import DiskFloor
+from minipaged.handover.kv_connector import Handshake
+from minipaged.handover.shared_storage import SharedStorageConnector
+from minipaged.params import EngineConfig
+from minipaged.setup.settings import Settings
+from minipaged.steps import BlockMoves
+from minipaged.testing.content_runner import Prefixes
+from tests.effort import one_case_in, scaled, seeds, thorough
+from tests.engine.test_floors import floored
+from tests.handover.oracle import HandsOver, InMemory, LateHandsOver
+from tests.late_device import LATE
+from tests.workloads import REFERENCE, WorkloadRun
+
+BYTES = 8
+"""The size of a slot in the content oracle's blocks."""
+
+
+class DiskInMemory(InMemory):
+    """A disk whose files are entries of a dictionary. `calls`: called before each call, and may raise."""
+
+    bytes_per_second = 1e12
+
+    def __init__(self, block_size: int, calls: Callable[[str], None] = lambda name: None) -> None:
+        super().__init__(block_size)
+        self.calls = calls
+
+    def lacking(self, token_ids: Sequence[int], start: int, stop: int) -> Sequence[int]:
+        self.calls("lacking")
+        return super().lacking(token_ids, start, stop)
+
+    def store(self, token_ids: Sequence[int], blocks: Mapping[int, bytes]) -> Sequence[int]:
+        self.calls("store")
+        return super().store(token_ids, blocks)
+
+    def load(self, token_ids: Sequence[int], start: int, stop: int) -> Sequence[bytes]:
+        self.calls("load")
+        return super().load(token_ids, start, stop)
+
+
+def disk_run(
+    seed: int,
+    disk: Disk,
+    prefixes: Prefixes | None = None,
+    make_runner: type[HandsOver] | None = None,
+    late: bool = True,
+) -> WorkloadRun:
+    """The workload of this seed, with few host blocks and this disk below them. `prefixes`: common to all engines that
+    share the disk."""
+    workload = floored(seed)
+    config = replace(workload.config, kv_cache_tiers=("host", "disk"), num_swap_blocks=1 + seed % 4)
+    if config.preemption == "swap":
+        config = replace(config, preemption="auto")
+    config = replace(config, async_scheduling=config.async_scheduling and late)
+    runners: list[HandsOver] = []
+
+    def make(*sizes: Any) -> HandsOver:
+        runner = (make_runner or (LateHandsOver if config.async_scheduling else HandsOver))(*sizes)
+        runner.prefixes = prefixes or runner.prefixes
+        runners.append(runner)
+        return runner
+
+    def memory(*parts: Any) -> FlooredBlockManager:
+        size = BYTES * config.block_size
+        read = runners[-1].read_host_blocks
+        return FlooredBlockManager(*parts, disk=disk, read_host_blocks=read, block_bytes=size)
+
+    tier = LATE if config.async_scheduling else REFERENCE
+    run = WorkloadRun(
+        replace(workload, config=config, swap_is_cheap=True), tier, make_runner=make, memory=memory, steady=seed % 4 < 2
+    )
+
+    def count(event: Any) -> None:
+        run.happened["blocks loaded"] += isinstance(event, BlocksLoaded)
+
+    run.engine.listeners.append(count)
+    return run
+
+
+def check(run: WorkloadRun) -> WorkloadRun:
+    run.to_the_end()
+    run.check_outputs()
+    run.check_nothing_leaked()
+    return run
+
+
+def block_size_of(seed: int) -> int:
+    return floored(seed).config.block_size
+
+
+# --- Content --------------------------------------------------------------------------------------
+
+
+@one_case_in(4)
+@scaled
+@pytest.mark.parametrize("seeds", seeds(500, 100), ids=str)
+def test_every_invariant_holds_with_two_floors(seeds: range) -> None:
+    """Two engines one after another: the second finds what the first has kept."""
+    happened: Counter[str] = Counter()
+    for seed in seeds:
+        disk, prefixes = DiskInMemory(block_size_of(seed)), Prefixes()
+        try:
+            for _ in range(2):
+                happened.update(check(disk_run(seed, disk, prefixes)).happened)
+        except Exception as error:
+            error.add_note(f"in workload {seed}")
+            raise
+    assert happened["host block dropped: to disk"] > 10
+    assert happened["blocks loaded"] > 10
+
+
+def test_a_disk_that_is_slower_than_computing_is_not_used() -> None:
+    for seed in range(20):
+        disk = DiskInMemory(block_size_of(seed))
+        disk.bytes_per_second = 1e-9
+        assert not check(disk_run(seed, disk)).happened["host block dropped: to disk"]
+        assert not disk.blocks
+
+
+# --- Failures at every move -----------------------------------------------------------------------
+
+
+class Fault(Exception):
+    """Raised at a call that a test has chosen."""
+
+
+class FailsOnce:
+    """Raises at the call of this number, and never again."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def __call__(self, name: str) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise Fault(name)
+
+
+class FaultyRunner(HandsOver):
+    """Its moves and its reads raise at one call, of all that are made, after they were made in part."""
+
+    fuse: FailsOnce
+
+    def move(self, moves: BlockMoves) -> None:
+        for name in ("swap_out", "swap_in", "load"):
+            if moved := getattr(moves, name):
+                try:
+                    self.fuse(name)
+                except Fault:
+                    super().move(BlockMoves(**{name: moved[: len(moved) // 2]}))
+                    raise
+        super().move(moves)
+
+    def read_host_blocks(self, blocks: Sequence[int]) -> list[bytes]:
+        self.fuse("read")
+        return super().read_host_blocks(blocks)
+
+
+def with_a_fault(seed: int, number: int) -> bool:
+    """Run a workload in which this call fails. Returns whether there was such a call."""
+    fuse, prefixes, disk = FailsOnce(number), Prefixes(), DiskInMemory(block_size_of(seed))
+    for _ in range(2):
+        disk.calls = fuse
+        made = type("Faulty", (FaultyRunner,), {"fuse": fuse})
+        run = disk_run(seed, disk, prefixes, made, late=False)
+        for now in range(1000):
+            try:
+                if not run.advance(now):
+                    break
+            except Fault:
+                run.engine.check_invariants()
+        run.check_outputs()
+        run.check_nothing_leaked()
+    return fuse.left <= 0
+
+
+@pytest.mark.parametrize("seed", [4, 12, 30, 44])
+def test_a_failure_at_any_move_costs_a_computation(seed: int) -> None:
+    numbers = iter(range(1, 2000))
+    assert with_a_fault(seed, next(numbers)), "no move at all"
+    while with_a_fault(seed, next(numbers)):
+        pass
+
+
+def test_a_load_that_always_fails_stops_nobody() -> None:
+    class NeverLoads(HandsOver):
+        def move(self, moves: BlockMoves) -> None:
+            if moves.load:
+                raise Fault("load")
+            super().move(moves)
+
+    failed = 0
+    for seed in range(0, 40, 2):
+        disk, prefixes = DiskInMemory(block_size_of(seed)), Prefixes()
+        check(disk_run(seed, disk, prefixes))
+        run = disk_run(seed, disk, prefixes, NeverLoads, late=False)
+        for now in range(1000):
+            try:
+                if not run.advance(now):
+                    break
+            except Fault:
+                failed += 1
+        run.check_outputs()
+        run.check_nothing_leaked()
+    assert failed
+
+
+# --- Planted bugs ---------------------------------------------------------------------------------
+
+
+def find_a_failure(make_runner: type[HandsOver] | None = None, change: Callable[[DiskInMemory], Any] = id) -> None:
+    for seed in range(500):
+        disk, prefixes = DiskInMemory(block_size_of(seed)), Prefixes()
+        change(disk)
+        try:
+            for _ in range(2):
+                check(disk_run(seed, disk, prefixes, make_runner, late=make_runner is None))
+        except (InvariantViolation, AssertionError, TypeError, ValueError):
+            return
+        except Exception as error:
+            if type(error).__name__ != "error":  # struct's: what was to be written was never there
+                raise
+            return
+    raise AssertionError("the oracle found nothing")
+
+
+def test_the_oracle_finds_a_lost_load_that_is_taken_for_done() -> None:
+    class LosesLoads(HandsOver):
+        def move(self, moves: BlockMoves) -> None:
+            super().move(moves._replace(load=()))
+
+    find_a_failure(LosesLoads)
+
+
+def test_the_oracle_finds_a_block_that_is_written_to_disk_before_it_has_arrived(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of pinned blocks the content is not there yet."""
+    right = HostFloor.give_back
+
+    def hasty(self: HostFloor, num_blocks: int) -> None:
+        planned, flight, self._planned, in_flight = self._planned, self._in_flight, [], list(self._in_flight)
+        flight.clear()
+        try:
+            right(self, num_blocks)
+        finally:
+            self._planned = planned
+            flight.extend(in_flight)
+
+    monkeypatch.setattr(HostFloor, "give_back", hasty)
+    find_a_failure()
+
+
+def test_the_oracle_finds_a_disk_that_goes_by_a_blocks_own_tokens() -> None:
+    def change(disk: DiskInMemory) -> None:
+        size = disk.block_size
+        disk._key = lambda token_ids, logical: tuple(token_ids[logical * size : (logical + 1) * size])  # type: ignore[method-assign]
+        disk.store = lambda token_ids, blocks: [  # type: ignore[method-assign]
+            disk.blocks.__setitem__(disk._key(token_ids, logical), block) or logical  # type: ignore[func-returns-value]
+            for logical, block in blocks.items()
+        ]
+
+    find_a_failure(change=change)
+
+
+# --- Files ----------------------------------------------------------------------------------------
+
+
+def opened(folder: Path, block_size: int, max_bytes: int = 1 << 30) -> DiskFloor:
+    disk = DiskFloor(folder, max_bytes)
+    disk.open(handshake(block_size))
+    disk.bytes_per_second = 1e12
+    return disk
+
+
+def handshake(block_size: int) -> Handshake:
+    return Handshake(
+        model="oracle",
+        dtype="float32",
+        kv_cache_dtype="auto",
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=2,
+        block_size=block_size,
+    )
+
+
+def cut(data: bytes, r: random.Random) -> bytes:
+    return data[: r.randrange(len(data))]
+
+
+def changed(data: bytes, r: random.Random) -> bytes:
+    at = r.randrange(len(data))
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+def foreign(data: bytes, r: random.Random) -> bytes:
+    return r.randbytes(len(data))
+
+
+@pytest.mark.parametrize("damage", [cut, changed, foreign])
+def test_files_that_are_not_as_they_were_written_are_computed_and_said_once(
+    damage: Callable[[bytes, random.Random], bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = loaded = 0
+    for seed in range(40):
+        prefixes, folder, size, r = Prefixes(), tmp_path / str(seed), block_size_of(seed), random.Random(seed)
+        check(disk_run(seed, opened(folder, size), prefixes))
+        capsys.readouterr()
+        files = sorted(folder.glob("*.block"))
+        for path in files[::2]:
+            path.write_bytes(damage(path.read_bytes(), r))
+        if len(files) > 2 and damage is foreign:  # and one block under the name of another
+            files[1].write_bytes(files[-1].read_bytes())
+        loaded += check(disk_run(seed, opened(folder, size), prefixes)).happened["blocks loaded"]
+        told = capsys.readouterr().err
+        assert told.count("\n") <= 1
+        assert told.count("is removed; blocks that cannot be kept there are computed") == told.count("\n")
+        said += bool(told)
+    assert said > 2
+    assert loaded > 2
+
+
+def test_several_engines_at_a_time_share_a_small_folder(tmp_path: Path) -> None:
+    """Each removes files that others are about to read."""
+    for seed in range(4, 40, 4):
+        size, prefixes = block_size_of(seed), Prefixes()
+        most = 4 * (16 + BYTES * size)
+        runs = [disk_run(seed, opened(tmp_path / f"{seed}", size, most), prefixes) for _ in range(3)]
+        going = {*range(3)}
+        for now in range(2000):
+            going = {i for i in going if runs[i].advance(now)}
+            if not going:
+                break
+        for run in runs:
+            run.check_outputs()
+            run.check_nothing_leaked()
+        assert sum(path.stat().st_size for path in (tmp_path / f"{seed}").glob("*.block")) <= most
+
+
+KILLED = """
+import os, signal, sys
+from minipaged.handover import shared_storage
+from tests.engine.test_disk_floor import opened
+from pathlib import Path
+folder, left = Path(sys.argv[1]), int(sys.argv[2])
+
+def deadly(name):
+    right = getattr(os, name)
+    def call(*given, **more):
+        global left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return right(*given, **more)
+    setattr(os, name, call)
+
+for name in ("fsync", "replace", "link", "unlink", "open", "mkdir", "scandir"):
+    deadly(name)
+disk = opened(folder, 4, 3 * 1016)
+for number in range(6):
+    tokens = [number // 3] * 4 * (number % 3) + [number] * 4
+    disk.store(tokens, {number % 3: bytes([number]) * 1000})
+print("survived")
+"""
+
+
+@thorough
+def test_a_process_killed_at_any_write_leaves_nothing_wrong(tmp_path: Path) -> None:
+    """At every call to the system by which the folder changes. The next process has right blocks, or none."""
+    for number in range(1, 200):
+        folder = tmp_path / str(number)
+        command = [sys.executable, "-c", KILLED, str(folder), str(number)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+        )
+        disk = opened(folder, 4, 3 * 1016)
+        for block in range(6):
+            tokens = [block // 3] * 4 * (block % 3) + [block] * 4
+            found = disk.load(tokens, block % 3, block % 3 + 1)
+            assert found in ([], [bytes([block]) * 1000])
+            assert disk.store(tokens, {block % 3: bytes([block]) * 1000}) == [block % 3]
+        assert sum(path.stat().st_size for path in folder.iterdir() if path.suffix != ".json") <= 3 * 1016
+        if "survived" in done.stdout:
+            assert number > 20
+            return
+        assert done.returncode == -9, done.stderr
+    raise AssertionError("it never survived")
+
+
+# --- An LLM ---------------------------------------------------------------------------------------
+
+SIZES: dict[str, Any] = {"block_size": 4, "num_blocks": 24, "num_swap_blocks": 4, "max_model_len": 64, "debug": True}
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+
+def prompts() -> list[list[int]]:
+    r = random.Random(3)
+    return [[r.randrange(3, 250) for _ in range(40)] for _ in range(4)] * 2
+
+
+@pytest.mark.parametrize("tier", ["reference", pytest.param("fast", marks=thorough)])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_an_llm_with_two_floors_gives_the_same_tokens(
+    tiny_model: Path, tmp_path: Path, tier: str, kv_cache_dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DiskFloor, "_measure", lambda self: 1e12)
+    monkeypatch.setattr("minipaged.engine.floors.carry_seconds", lambda costs, blocks: 0.0)
+    given: dict[str, Any] = {
+        "tier": tier,
+        "device": "cpu",
+        "dtype": "float32",
+        "kv_cache_dtype": kv_cache_dtype,
+        **SIZES,
+    }
+    plain = LLM(tiny_model, **given)
+    expected = [[plain.generate([p], GREEDY)[0].outputs[0].token_ids for p in prompts()]]
+    for _ in range(2):
+        heard: list[Any] = []
+        floors = {"kv_cache_tiers": ("host", "disk"), "kv_cache_folder": str(tmp_path)}
+        llm = LLM(tiny_model, **given, **floors, listeners=[heard.append])
+        expected.append([llm.generate([p], GREEDY)[0].outputs[0].token_ids for p in prompts()])
+        assert any(isinstance(event, BlocksLoaded) for event in heard)
+    assert any(isinstance(event, HostBlockDropped) for event in heard)
+    assert expected[0] == expected[1] == expected[2]
+
+
+def test_what_a_connector_has_left_is_found(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DiskFloor, "_measure", lambda self: 1e12)
+    monkeypatch.setattr("minipaged.engine.floors.carry_seconds", lambda costs, blocks: 0.0)
+    given: dict[str, Any] = {"tier": "reference", "dtype": "float32", **SIZES}
+    first = LLM(tiny_model, **given, kv_connector=SharedStorageConnector(tmp_path))
+    second = LLM(tiny_model, **given, kv_cache_tiers=("host", "disk"), kv_cache_folder=str(tmp_path))
+    one, other = (llm.generate(prompts()[:1], GREEDY)[0] for llm in (first, second))
+    assert one.outputs[0].token_ids == other.outputs[0].token_ids
+    assert second.stats().blocks_loaded == 9
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"kv_cache_tiers": ("host", "disk")}, "kv_cache_folder is None; give"),
+        ({"kv_cache_tiers": ("host",), "kv_cache_folder": "x"}, "or leave the folder out"),
+        ({"kv_cache_folder": "x"}, "or leave the folder out"),
+        ({"kv_cache_tiers": ("disk",), "kv_cache_folder": "x"}, r"give \('host',\) or \('host', 'disk'\)"),
+        (
+            {"kv_cache_tiers": ("host", "disk"), "kv_cache_folder": "x", "tensor_parallel_size": 2},
+            "only engines of one rank can keep blocks on disk",
+        ),
+        (
+            {"kv_cache_tiers": ("host", "disk"), "kv_cache_folder": "x", "pipeline_parallel_size": 2},
+            "only engines of one rank can keep blocks on disk",
+        ),
+        ({"kv_cache_tiers": ("host",), "kv_connector": SharedStorageConnector("x")}, "leave one of them out"),
+        ({"kv_cache_disk_space": 0}, "kv_cache_disk_space is 0"),
+    ],
+)
+def test_settings_that_cannot_be_kept_are_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        Settings(**given)
+
+
+def test_an_engine_without_a_folder_is_refused() -> None:
+    sizes = {"num_blocks": 4, "num_swap_blocks": 4, "block_size": 4, "max_model_len": 16, "vocab_size": 5}
+    config = EngineConfig(**sizes, kv_cache_tiers=("host", "disk"))  # type: ignore[arg-type]
+    workload = replace(floored(0), config=config)
+    with pytest.raises(InvalidRequest, match="knows no folder"):
+        WorkloadRun(workload)
+
+
+def test_a_folder_of_another_model_is_refused(tmp_path: Path) -> None:
+    opened(tmp_path, 4)
+    (tmp_path / "handshake.json").write_text(json.dumps({"model": "another"}))
+    with pytest.raises(InvalidRequest, match=r"kv_cache_folder: .* has blocks of another kind"):
+        opened(tmp_path, 4)

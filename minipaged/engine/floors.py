@@ -345,7 +345,8 @@ class FlooredBlockManager(BlockManager):
         computing = recompute_seconds(costs, self.block_size)
         self._pays = carry_seconds(costs, 1) < computing
         if self._disk:
-            by_disk = replace(plain(costs), link_bytes_per_second=self._disk.bytes_per_second)
+            speed, size = self._disk.bytes_per_second, self._block_bytes
+            by_disk = replace(plain(costs), link_bytes_per_second=speed, block_bytes=size)
             self._disk_pays = carry_seconds(by_disk, 1) < computing
 
     def _stored(self, tokens: Sequence[int], start: int, stop: int) -> list[bytes]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from minipaged import LLM, SamplingParams
 from minipaged.engine import floors
 from minipaged.engine.floors import FlooredBlockManager, HostFloor
 from minipaged.errors import InvalidRequest, InvariantViolation
@@ -18,7 +22,7 @@ from minipaged.replay.state import State
 from minipaged.setup.settings import Settings
 from minipaged.steps import BlockMoves
 from minipaged.testing.content_runner import ContentRunner
-from tests.effort import one_case_in, scaled, seeds
+from tests.effort import one_case_in, scaled, seeds, thorough
 from tests.engine.test_partial_hits import Served
 from tests.late_device import LATE, LateRunner
 from tests.workloads import FAST, REFERENCE, Workload, WorkloadRun, random_workload
@@ -276,3 +280,35 @@ def test_settings_that_cannot_be_kept_are_refused(given: dict[str, Any], says: s
 def test_one_string_names_one_floor() -> None:
     config = EngineConfig(**SIZES, num_swap_blocks=4, kv_cache_tiers="host")  # type: ignore[arg-type]
     assert config.kv_cache_tiers == ("host",)
+
+
+# --- An LLM ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tier", "ranks", "kv_cache_dtype"),
+    [
+        ("reference", 1, "auto"),
+        ("reference", 2, "int8"),
+        pytest.param("fast", 1, "auto", marks=thorough),
+        pytest.param("fast", 1, "fp8", marks=thorough),
+        pytest.param("fast", 2, "auto", marks=thorough),
+    ],
+)
+def test_an_llm_with_a_floor_gives_the_same_tokens(
+    tiny_model: Path, tier: str, ranks: int, kv_cache_dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in parts: every rank moves its part of a block."""
+    monkeypatch.setattr(floors, "carry_seconds", lambda costs, num_blocks: 0.0)
+    r = random.Random(5)
+    prompts = [[r.randrange(3, 250) for _ in range(40)] for _ in range(4)] * 2
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    given: dict[str, Any] = {"block_size": 4, "num_blocks": 24, "num_swap_blocks": 60, "max_model_len": 64}
+    given |= {"tier": tier, "device": "cpu", "dtype": "float32", "tensor_parallel_size": ranks}
+    given |= {"kv_cache_dtype": kv_cache_dtype}
+    told = []
+    for tiers in ((), ("host",)):
+        with closing(LLM(tiny_model, **given, kv_cache_tiers=tiers)) as llm:
+            told.append([llm.generate([prompt], params)[0].outputs[0].token_ids for prompt in prompts])
+            assert bool(llm.stats().blocks_promoted) == bool(tiers)
+    assert told[0] == told[1]

@@ -179,6 +179,24 @@ def test_a_disk_that_is_full_leaves_nothing_half_written(
     assert not list(tmp_path.glob("*.partial"))
 
 
+def test_a_block_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a machine that loses power would leave the name of a file without content."""
+    calls: list[str] = []
+    for name in ("fsync", "replace"):
+        right = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *given, name=name, right=right: (calls.append(name), right(*given)))
+    opened(tmp_path).store(TOKENS, {0: BLOCKS[0]})
+    assert calls[-2:] == ["fsync", "replace"]
+
+
+def test_damaged_files_are_said_once(stored: SharedStorageConnector, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in files(stored):
+        path.write_bytes(b"")
+    for logical in range(4):
+        assert stored.load(TOKENS, logical, logical + 1) == []
+    assert capsys.readouterr().err.count("is cut, damaged or from elsewhere, and is removed") == 1
+
+
 def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     """One writes and removes, the other reads: what it finds is whole."""
     writer, reader = opened(tmp_path), opened(tmp_path)

@@ -3,9 +3,10 @@
 
 - `--trace`: a trace with hashes of its prompts, one for each 512 tokens, as those of Mooncake, on a simulated machine:
   the sizes of Llama-3.1-8B, the speeds of the paper's A100, and room for 131,072 tokens on the device. The host floor
-  holds 0, 1, 4 and 16 times as many. Moves take their full time, before the step that they belong to. `--slower`
-  stretches the time between requests, because one machine does not serve the whole trace. Answers are of one token that
-  no prompt has, so only prompts are found. The same command gives the same figures.
+  holds 0, 1, 4 and 16 times as many. Blocks that move down do so beside their step, as on a GPU, and blocks that come
+  up before it; with `--before`, both come before it. `--slower` stretches the time between requests, because one
+  machine does not serve the whole trace. Answers are of one token that no prompt has, so only prompts are found. The
+  same command gives the same figures.
 - `--chats`: 40 chats of SmolLM2 in a pool for 8, really served: the time to the first token of each second turn, where
   it is computed and where it comes from the host or from a folder.
 """
@@ -25,8 +26,11 @@ from typing import Any
 
 from minipaged import LLM, SamplingParams
 from minipaged.engine.engine import Engine
+from minipaged.engine.policy import carry_seconds
+from minipaged.mirror import Rows
 from minipaged.params import EngineConfig
 from minipaged.simulation.simulated import OPT_13B_ON_AN_A100, SimulatedRunner, simulated_tier
+from minipaged.steps import BlockMoves, StepInput
 
 HASHED_TOKENS = 512
 BLOCK_SIZE = 64
@@ -43,6 +47,20 @@ MACHINE = replace(
 )
 NUM_CHATS, IN_POOL, ANSWER, SECOND = 40, 8, 16, 32
 """Chats; chats that the pool holds; tokens of an answer; tokens of a second message."""
+
+
+class BesideRunner(SimulatedRunner):
+    """Blocks leave the device while the step computes. The step takes as long as the longer of the two."""
+
+    leaving = 0.0
+
+    def move(self, moves: BlockMoves) -> None:
+        self.leaving = carry_seconds(self.costs(), len(moves.swap_out))
+        super().move(moves._replace(swap_out=()))
+
+    def step_seconds(self, step: StepInput, rows: Rows) -> float:
+        leaving, self.leaving = self.leaving, 0.0
+        return max(leaving, super().step_seconds(step, rows))
 
 
 @dataclass(frozen=True)
@@ -66,10 +84,10 @@ def read(path: Path, most: int, slower: float) -> list[Arrival]:
     return arrivals
 
 
-def replay(arrivals: list[Arrival], times: int) -> tuple[float, list[float], Any]:
+def replay(arrivals: list[Arrival], times: int, before: bool) -> tuple[float, list[float], Any]:
     """Serve the requests with a floor of `times` the device's blocks. Returns the share of prompt tokens that were
     found, the times to the first token, and the engine's statistics."""
-    runner = SimulatedRunner(MACHINE, BLOCK_SIZE)
+    runner = (SimulatedRunner if before else BesideRunner)(MACHINE, BLOCK_SIZE)
     num_blocks = MACHINE.num_blocks(BLOCK_SIZE)
     config = EngineConfig(
         num_blocks=num_blocks,
@@ -104,13 +122,13 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(len(values) * share))]
 
 
-def trace(path: Path, most: int, slower: float) -> None:
+def trace(path: Path, most: int, slower: float, before: bool) -> None:
     arrivals = read(path, most, slower)
     tokens = sum(len(one.prompt) for one in arrivals)
     print(f"{path.name}: {len(arrivals):,} requests, {tokens:,} prompt tokens, {slower} times slower; {MACHINE.name}")
     print("| host floor ÷ device | found | TTFT p50 | p95 | mean | blocks down | up |\n|---|---|---|---|---|---|---|")
     for times in TIMES:
-        found, first, stats = replay(arrivals, times)
+        found, first, stats = replay(arrivals, times, before)
         print(
             f"| {times} | {found:.1%} | {percentile(first, 0.5):.2f} s | {percentile(first, 0.95):.2f} s | "
             f"{statistics.fmean(first):.2f} s | {stats.blocks_demoted:,} | {stats.blocks_promoted:,} |",
@@ -168,15 +186,16 @@ def chats(prompt_tokens: int, model: str, dtype: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, help="a trace with hash_ids (.jsonl or .jsonl.gz)")
-    parser.add_argument("--requests", type=int, default=2000, help="of the trace")
-    parser.add_argument("--slower", type=float, default=6.0)
+    parser.add_argument("--requests", type=int, default=3000, help="of the trace")
+    parser.add_argument("--slower", type=float, default=12.0)
+    parser.add_argument("--before", action="store_true", help="blocks also move down before their step")
     parser.add_argument("--chats", action="store_true", help="serve a real model")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a chat's first message")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--dtype", default="bfloat16")
     asked = parser.parse_args()
     if asked.trace:
-        trace(asked.trace, asked.requests, asked.slower)
+        trace(asked.trace, asked.requests, asked.slower, asked.before)
     if asked.chats:
         chats(asked.prompt, asked.model, asked.dtype)
 

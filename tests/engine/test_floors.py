@@ -130,6 +130,21 @@ def test_the_floor_forgets_the_least_recently_used_block() -> None:
     assert {event.reason for event in dropped} == {"room"}
 
 
+def test_no_child_stays_on_the_floor_behind_its_parent() -> None:
+    """It could not be found there. Children come down first, and after a hit they are dropped first too."""
+    allocator = REFERENCE.block_allocator(4)
+    dropped: list[Any] = []
+    floor = HostFloor(allocator, dropped.append, lambda leaving: ())  # type: ignore[arg-type]
+    parent, child = floors.names_of(range(8), 4, 2)
+    blocks = [floor.keep(name) for name in (child, parent)][::-1]
+    floor.launched()
+    floor.moves_done()
+    assert floor.match([parent, child]) == blocks
+    floor.give_back(1)
+    assert [event.host_block for event in dropped] == [blocks[1]]
+    assert floor.match([parent, child]) == [blocks[0]]
+
+
 def test_where_computing_is_faster_nothing_is_moved() -> None:
     served = Served(num_blocks=4, num_swap_blocks=8, **TIER)
     served.run.runner.swap_is_cheap = False

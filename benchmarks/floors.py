@@ -21,6 +21,7 @@ import statistics
 import tempfile
 import time
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +74,18 @@ class Arrival:
 
 
 def read(path: Path, most: int, slower: float) -> list[Arrival]:
-    """The first requests of a trace. A hash stands for 512 tokens that nothing else begins with."""
-    arrivals = []
+    """The first requests of a trace. A hash stands for 512 tokens that nothing else begins with. Requests with the same
+    time are spread evenly over the time until the next."""
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
-        for line, _ in zip(lines, range(most), strict=False):
-            one = json.loads(line)
-            tokens = [h * HASHED_TOKENS + i + 1 for h in one["hash_ids"] for i in range(HASHED_TOKENS)]
-            prompt = tokens[: one["input_length"]]
-            arrivals.append(Arrival(one["timestamp"] / 1000 * slower, prompt, max(1, one["output_length"])))
+        requests = [json.loads(line) for line, _ in zip(lines, range(most), strict=False)]
+    bunches = [[*bunch] for _, bunch in groupby(requests, key=lambda one: one["timestamp"])]
+    times = [bunch[0]["timestamp"] / 1000 * slower for bunch in bunches]
+    arrivals = []
+    for bunch, start, stop in zip(bunches, times, [*times[1:], times[-1] + slower], strict=True):
+        for i, one in enumerate(bunch):
+            tokens = [h * HASHED_TOKENS + k + 1 for h in one["hash_ids"] for k in range(HASHED_TOKENS)]
+            seconds = start + (stop - start) * i / len(bunch)
+            arrivals.append(Arrival(seconds, tokens[: one["input_length"]], max(1, one["output_length"])))
     return arrivals
 
 

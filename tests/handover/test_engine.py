@@ -20,6 +20,7 @@ from minipaged.errors import InvariantViolation
 from minipaged.events import Event
 from minipaged.params import SamplingParams
 from minipaged.replay.state import State
+from minipaged.scheduling import Costs
 from minipaged.steps import BlockMoves
 from minipaged.testing.content_runner import Prefixes
 from tests.effort import examples, one_case_in, scaled, seeds
@@ -202,8 +203,8 @@ def test_a_loaded_block_that_is_offered_before_it_is_written_is_found_out(monkey
     """A step that fails would leave it in the prefix cache, with nothing in it."""
     right = ConnectedBlockManager.load
 
-    def load(self: ConnectedBlockManager, request: Request) -> None:
-        right(self, request)
+    def load(self: ConnectedBlockManager, request: Request, costs: Costs) -> None:
+        right(self, request, costs)
         self.publish(request.sequences[0], request.sequences[0].num_computed)
 
     monkeypatch.setattr(ConnectedBlockManager, "load", load)

@@ -319,6 +319,7 @@ class Metrics:
         preemptions = {"swap": stats.preempted_by_swap, "recompute": stats.preempted_by_recompute}
         swapped = {"out": stats.blocks_swapped_out, "in": stats.blocks_swapped_in}
         handed_over = {"stored": stats.blocks_stored, "loaded": stats.blocks_loaded}
+        floors = {"down": stats.blocks_demoted, "up": stats.blocks_promoted}
         yield counter("vllm:prompt_tokens", "Prompt tokens of requests with a first token.", self._num_prompt_tokens)
         yield counter("vllm:generation_tokens", "Tokens generated.", stats.generated_tokens)
         yield counter("vllm:request_success", "Requests that have ended.", self._finished, "finished_reason")
@@ -342,6 +343,7 @@ class Metrics:
         yield counter(
             "minipaged:blocks_handed_over", "Blocks stored for and loaded from other engines.", handed_over, "direction"
         )
+        yield counter("minipaged:floor_blocks", "Blocks moved to and from the host floor.", floors, "direction")
         yield counter("minipaged:tokens_recomputed", "Tokens computed again.", stats.tokens_recomputed)
         yield counter("minipaged:query_tokens", "Tokens that steps have run.", stats.query_tokens)
         yield counter("minipaged:steps", "Steps.", stats.steps)

@@ -77,6 +77,10 @@ def tokens(outputs: Sequence[RequestOutput]) -> list[Any]:
     return [[each.token_ids for each in output.outputs] for output in outputs]
 
 
+def read_host(cache: Any, blocks: Sequence[int]) -> list[bytes]:
+    return (fast_handover if isinstance(cache, FastCache) else handover).read_host_blocks(cache, blocks)
+
+
 def is_clean(llm: LLM) -> bool:
     """Nothing is held but by the prefix cache."""
     llm.engine.check_invariants()
@@ -246,6 +250,19 @@ def test_blocks_are_the_same_bytes_on_both_tiers(kv_cache_dtype: str, dtype: str
         for layer in range(3):
             found = np.stack(reference.read(layer, np.array([[0, 5]])))
             assert np.array_equal(torch.stack(one.read(layer, torch.tensor([[4, 1]]))).numpy(), found)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
+@pytest.mark.parametrize("make", [KVCache, FastCache])
+def test_a_block_is_the_same_bytes_on_the_host(make: Any, kv_cache_dtype: str) -> None:
+    cache = make(3, 6, 4, 2, 8, 5, kv_cache_dtype=kv_cache_dtype)
+    content = [random.Random(i).randbytes(cache.block_bytes) for i in range(2)]
+    write(cache, [(1, content[0]), (4, content[1])])
+    cache.swap_out([(1, 3), (4, 0)])
+    assert read_host(cache, [3, 0]) == content
+    for wrong in (-1, 5):
+        with pytest.raises(IndexError, match=f"block {wrong} is outside the host pool's 5 blocks"):
+            read_host(cache, [0, wrong])
 
 
 @pytest.mark.parametrize("make", [KVCache, FastCache])

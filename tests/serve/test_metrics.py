@@ -86,6 +86,7 @@ COUNTERS = {
     "minipaged:preemptions": ("mode",),
     "minipaged:blocks_copied": (),
     "minipaged:blocks_handed_over": ("direction",),
+    "minipaged:floor_blocks": ("direction",),
     "minipaged:blocks_swapped": ("direction",),
     "minipaged:tokens_recomputed": (),
     "minipaged:query_tokens": (),
@@ -306,6 +307,8 @@ def check_counts(server: Server, reading: Reading) -> None:
     assert reading("minipaged:blocks_swapped_total", direction="in") == stats.blocks_swapped_in
     assert reading("minipaged:blocks_handed_over_total", direction="stored") == stats.blocks_stored
     assert reading("minipaged:blocks_handed_over_total", direction="loaded") == stats.blocks_loaded
+    assert reading("minipaged:floor_blocks_total", direction="down") == stats.blocks_demoted
+    assert reading("minipaged:floor_blocks_total", direction="up") == stats.blocks_promoted
     assert reading("minipaged:tokens_recomputed_total") == stats.tokens_recomputed
     assert reading("minipaged:steps_total") == stats.steps
     assert reading("minipaged:step_seconds_total") == pytest.approx(stats.step_seconds)
@@ -383,6 +386,8 @@ def test_the_metrics_are_what_outputs_and_statistics_say() -> None:
         "minipaged:blocks_handed_over_total [('direction', 'loaded')]",
         "minipaged:blocks_handed_over_total [('direction', 'stored')]",
         "minipaged:blocks_saved []",
+        "minipaged:floor_blocks_total [('direction', 'down')]",
+        "minipaged:floor_blocks_total [('direction', 'up')]",
         "minipaged:kv_slots_share [('cache', 'paged'), ('kind', 'reserved')]",
         "vllm:admission_rejections_total [('reason', 'max_num_queued_reqs')]",
         "vllm:admission_rejections_total [('reason', 'max_num_queued_tokens')]",

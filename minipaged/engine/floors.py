@@ -17,7 +17,7 @@ the disk floor is a KV connector, which takes a block by all tokens up to its en
 
 *The disk* (`disk_floor.py`) takes and gives bytes. A host block that is dropped is not pinned, so its content is there,
 and is read at once, whatever the device does. A file is read when its request is admitted, and its bytes go with the
-step, as those of other engines do. A disk that fails costs its blocks, never a request.
+step, as those of other engines do. A disk that fails costs its blocks, and at most a step, but no request.
 
 *Who owns what.* `HostFloor` owns one reference on each host block that it keeps, least recently used first. The
 device's prefix cache does not know it. Preempted requests come first: what the floor keeps counts as available.

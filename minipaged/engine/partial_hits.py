@@ -44,8 +44,11 @@ def beginning_of(
     The copy takes the place of a block that the sequence would take anyway. But until it is made, its source must stay
     as it is. A source that sequences hold does that at no cost. A source that only the cache holds counted as
     available; so one of `num_spare` available blocks that nobody was promised is needed, or the sequence takes the
-    source over. That is possible if no cached block follows it. A partial entry is also taken over by a sequence that
-    goes on where it ends: it will be found again, with more tokens.
+    source over. That is possible if no cached block follows it.
+
+    A sequence that goes on where a partial entry ends takes it over even if blocks are spare: most such sequences are
+    the next turn of a conversation, and the entry will be found again, with more tokens. Until then, another sequence
+    that goes on in the same place finds only the full blocks.
     """
     blocks, num_tokens = cache.match(tokens)
     shared = num_tokens % cache.block_size

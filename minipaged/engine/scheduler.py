@@ -240,6 +240,7 @@ class Scheduler:
                     self._blocks.append_all(scheduled.work)
                     admitted.append(scheduled)
                     tokens_left -= scheduled.num_query_tokens
+        self._blocks.num_spare = 0
         return Plan([*plan.scheduled, *admitted], plan.lane) if admitted else plan
 
     def _choose_lane(self, request: Request, lane: int) -> None:

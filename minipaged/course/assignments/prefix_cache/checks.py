@@ -18,6 +18,8 @@ from minipaged.course.grader.points import described
 from minipaged.course.grader.search import search
 
 LARGEST_BLOCK = 4
+MOST_TOKENS = 6
+"""The most tokens that a step names."""
 NUM_BLOCKS = {"small": 5, "large": 40}
 """The size of the pool: a small one, in which blocks have to be evicted, or one in which all have room."""
 
@@ -25,11 +27,16 @@ Program = tuple[int, list[Op]]
 """The block size, and the steps."""
 
 
+def tokens_of(number: int) -> tuple[int, ...]:
+    """Return the tokens 0 and 1 that a number stands for. So a step is few choices, and Hypothesis can leave it out."""
+    return tuple(map(int, f"{number + 2:b}"[1:]))
+
+
 def programs_of(
     *kinds: str, beginning: Sequence[Op] = (), block_size: int = LARGEST_BLOCK
 ) -> st.SearchStrategy[Program]:
     """Return a strategy for programs: the beginning, followed by random steps of these kinds."""
-    small, tokens = st.integers(0, 5), st.lists(st.integers(0, 1), min_size=1, max_size=7).map(tuple)
+    small, tokens = st.integers(0, 5), st.integers(0, 2 ** (MOST_TOKENS + 1) - 3).map(tokens_of)
     steps = st.lists(st.builds(Op, st.sampled_from(kinds), tokens, small, small), max_size=10)
     return st.builds(lambda size, ops: (size, [*beginning, *ops]), st.integers(1, block_size), steps)
 

@@ -56,7 +56,7 @@ class PrefixCache:
                     table.replace(logical, cached)
                 block = cached
             elif common == len(own):
-                break  # another block begins with the tokens of the last one
+                break  # another one begins with the tokens of the last
             else:
                 block = blocks[logical]
                 for sibling in list(self._children[parent]):
@@ -247,8 +247,8 @@ BUGS = {
     ),
     "cached twice: the last block is cached although another one begins with its tokens": (
         LAST,
-        "            elif common == len(own):\n                break  # another block begins with the tokens of the last "
-        "one\n",
+        "            elif common == len(own):\n"
+        "                break  # another one begins with the tokens of the last\n",
         "            elif common == len(own) and self._tokens.get(blocks[logical]) == own:\n                break\n",
     ),
     "the first in goes first: a block that is found again counts as old": (

@@ -12,7 +12,7 @@ from functools import partial
 
 from hypothesis import strategies as st
 
-from minipaged.course.assignments.prefix_cache.session import CacheSession, Op
+from minipaged.course.assignments.prefix_cache.session import CacheSession, CacheStep
 from minipaged.course.grader.assignment import Bench, Check
 from minipaged.course.grader.points import described
 from minipaged.course.grader.search import search
@@ -23,7 +23,7 @@ MOST_TOKENS = 6
 NUM_BLOCKS = {"small": 5, "large": 40}
 """The size of the pool: a small one, in which blocks have to be evicted, or one in which all have room."""
 
-Program = tuple[int, list[Op]]
+Program = tuple[int, list[CacheStep]]
 """The block size, and the steps."""
 
 
@@ -33,16 +33,16 @@ def tokens_of(number: int) -> tuple[int, ...]:
 
 
 def programs_of(
-    *kinds: str, beginning: Sequence[Op] = (), block_size: int = LARGEST_BLOCK
+    *kinds: str, beginning: Sequence[CacheStep] = (), block_size: int = LARGEST_BLOCK
 ) -> st.SearchStrategy[Program]:
     """Return a strategy for programs: the beginning, followed by random steps of these kinds."""
     small, tokens = st.integers(0, 5), st.integers(0, 2 ** (MOST_TOKENS + 1) - 3).map(tokens_of)
-    steps = st.lists(st.builds(Op, st.sampled_from(kinds), tokens, small, small), max_size=10)
+    steps = st.lists(st.builds(CacheStep, st.sampled_from(kinds), tokens, small, small), max_size=10)
     return st.builds(lambda size, ops: (size, [*beginning, *ops]), st.integers(1, block_size), steps)
 
 
 def property_of(
-    *kinds: str, pool: str = "large", whole: bool = False, beginning: Sequence[Op] = ()
+    *kinds: str, pool: str = "large", whole: bool = False, beginning: Sequence[CacheStep] = ()
 ) -> Callable[[Bench], None]:
     """Return a check that runs such programs in a small or a large pool. With `whole`, no block is found in part."""
 
@@ -53,7 +53,7 @@ def property_of(
     return lambda bench: search(bench, programs_of(*kinds, beginning=beginning), partial(run, bench))
 
 
-FIRST = (Op("serve", (0, 1, 0, 1, 1)),)
+FIRST = (CacheStep("serve", (0, 1, 0, 1, 1)),)
 """A step that caches one block or more."""
 
 CHECKS: dict[str, Check] = {
@@ -62,20 +62,27 @@ CHECKS: dict[str, Check] = {
     "one copy is enough": property_of(
         *("begin", "begin", "publish", "end_full", "match"),
         whole=True,
-        beginning=(*(Op("begin", (0, 1, 0, 1, 1)),) * 2, Op("publish", a=0), Op("publish", a=1)),
+        beginning=(*(CacheStep("begin", (0, 1, 0, 1, 1)),) * 2, CacheStep("publish", a=0), CacheStep("publish", a=1)),
     ),
     "the beginning of a block is found": property_of(
-        "begin_again", "end_full", "match", beginning=(*FIRST, Op("end_full"))
+        "begin_again", "end_full", "match", beginning=(*FIRST, CacheStep("end_full"))
     ),
-    "the last block is kept": property_of("begin_again", "end", "match", beginning=(*FIRST, Op("end"))),
+    "the last block is kept": property_of("begin_again", "end", "match", beginning=(*FIRST, CacheStep("end"))),
     "the least recently used goes first": property_of(
-        *("match", "begin_again", "end", "evict"), beginning=(*FIRST, Op("end"), Op("serve", (1, 0, 1, 1)), Op("end"))
+        *("match", "begin_again", "end", "evict"),
+        beginning=(*FIRST, CacheStep("end"), CacheStep("serve", (1, 0, 1, 1)), CacheStep("end")),
     ),
     "never a block that is held": property_of(
         *("begin_again", "publish", "evict"),
-        beginning=(*FIRST, Op("serve", (1, 0, 1, 1)), Op("end", a=1), Op("evict", a=1)),
+        beginning=(*FIRST, CacheStep("serve", (1, 0, 1, 1)), CacheStep("end", a=1), CacheStep("evict", a=1)),
     ),
     "a small pool": property_of("begin", "begin_again", "grow", "publish", "end", "end", pool="small"),
 }
 
-ASSIGNMENT = described("prefix-cache", CHECKS, part="PrefixCache", members=("match", "publish", "evict"))
+ASSIGNMENT = described(
+    "prefix-cache",
+    CHECKS,
+    part="PrefixCache",
+    members=("match", "publish", "evict"),
+    modules=("minipaged.reference.block_allocator", "minipaged.reference.block_table"),  # for students' tests
+)

@@ -47,7 +47,7 @@ class OfferedTable:
 
 
 @dataclass(frozen=True, slots=True)
-class Op:
+class CacheStep:
     """One step of a program: its kind, tokens, and numbers that choose a sequence and so on."""
 
     kind: str
@@ -100,7 +100,7 @@ class CacheSession(Session):
         self._cache = self._make(shown, block_size, self._pool)
         self._compare(f"cache = {shown}")
 
-    def run(self, ops: Sequence[Op]) -> None:
+    def run(self, ops: Sequence[CacheStep]) -> None:
         """Carry out the steps. A step that lacks a sequence or room is left out."""
         for op in ops:
             self._step += 1
@@ -110,28 +110,28 @@ class CacheSession(Session):
 
     # --- The steps of programs --------------------------------------------------------------------
 
-    def _match(self, op: Op) -> None:
+    def _match(self, op: CacheStep) -> None:
         """Look tokens up, for no sequence."""
         if not self._is_left_out(list(op.tokens)):
             self._found(list(op.tokens))
 
-    def _begin(self, op: Op) -> None:
+    def _begin(self, op: CacheStep) -> None:
         self._begin_with(list(op.tokens))
 
-    def _begin_again(self, op: Op) -> None:
+    def _begin_again(self, op: CacheStep) -> None:
         """Begin with the first tokens of an earlier sequence, and perhaps others."""
         if self._texts:
             text = self._texts[op.a % len(self._texts)]
             self._begin_with([*text[: op.b % (len(text) + 1)], *op.tokens] or text[:1])
 
-    def _serve(self, op: Op) -> None:
+    def _serve(self, op: CacheStep) -> None:
         """Begin, and publish the full blocks at once.
 
         Left out if the last of these is cached, but not found whole, because one token has to be left to run.
         """
         found, cached = (self._longest(tokens)[0] for tokens in ([*op.tokens], [*op.tokens, -1]))
         if found == cached and self._begin_with(list(op.tokens)):
-            self._publish(Op("publish", a=len(self._sequences) - 1))
+            self._publish(CacheStep("publish", a=len(self._sequences) - 1))
 
     def _begin_with(self, tokens: list[int]) -> bool:
         """Begin a sequence. Returns False if there is no room, or if the step is left out."""
@@ -161,35 +161,35 @@ class CacheSession(Session):
     def _is_left_out(self, tokens: list[int]) -> bool:
         return self._whole_only and bool(self._longest(tokens)[2])
 
-    def _grow(self, op: Op) -> None:
+    def _grow(self, op: CacheStep) -> None:
         """Compute more tokens of a sequence."""
         if self._sequences and op.tokens:
             sequence = self._sequences[op.a % len(self._sequences)]
             if self._write(sequence, list(op.tokens)):
                 self._texts[sequence.number] = list(sequence.tokens)
 
-    def _publish(self, op: Op) -> None:
+    def _publish(self, op: CacheStep) -> None:
         """Publish the full blocks of a sequence, which goes on."""
         if self._sequences:
             sequence = self._sequences[op.a % len(self._sequences)]
             full = len(sequence.tokens) // self.block_size * self.block_size
             self._publish_tokens(sequence, sequence.tokens[:full])
 
-    def _end(self, op: Op) -> None:
+    def _end(self, op: CacheStep) -> None:
         """Publish all blocks of a sequence, the last one too, and free them."""
         if self._sequences:
             sequence = self._sequences[op.a % len(self._sequences)]
             self._publish_tokens(sequence, sequence.tokens)
             self._free(sequence)
 
-    def _end_full(self, op: Op) -> None:
+    def _end_full(self, op: CacheStep) -> None:
         """Publish the full blocks of a sequence, and free all."""
         if self._sequences:
             sequence = self._sequences[op.a % len(self._sequences)]
             self._publish(op)
             self._free(sequence)
 
-    def _evict(self, op: Op) -> None:
+    def _evict(self, op: CacheStep) -> None:
         self._evict_blocks(op.a)
 
     # --- Calls of the student's cache, with the right answers ----------------------------------------

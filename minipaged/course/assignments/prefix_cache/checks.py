@@ -18,6 +18,7 @@ from minipaged.course.grader.points import described
 from minipaged.course.grader.search import search
 
 LARGEST_BLOCK = 4
+"""The most slots of a block."""
 MOST_TOKENS = 6
 """The most tokens that a step names."""
 NUM_BLOCKS = {"small": 5, "large": 40}
@@ -32,13 +33,11 @@ def tokens_of(number: int) -> tuple[int, ...]:
     return tuple(map(int, f"{number + 2:b}"[1:]))
 
 
-def programs_of(
-    *kinds: str, beginning: Sequence[CacheStep] = (), block_size: int = LARGEST_BLOCK
-) -> st.SearchStrategy[Program]:
+def programs_of(*kinds: str, beginning: Sequence[CacheStep] = ()) -> st.SearchStrategy[Program]:
     """Return a strategy for programs: the beginning, followed by random steps of these kinds."""
     small, tokens = st.integers(0, 5), st.integers(0, 2 ** (MOST_TOKENS + 1) - 3).map(tokens_of)
     steps = st.lists(st.builds(CacheStep, st.sampled_from(kinds), tokens, small, small), max_size=10)
-    return st.builds(lambda size, ops: (size, [*beginning, *ops]), st.integers(1, block_size), steps)
+    return st.builds(lambda size, ops: (size, [*beginning, *ops]), st.integers(1, LARGEST_BLOCK), steps)
 
 
 def property_of(
@@ -76,7 +75,7 @@ CHECKS: dict[str, Check] = {
         *("begin_again", "publish", "evict"),
         beginning=(*FIRST, CacheStep("serve", (1, 0, 1, 1)), CacheStep("end", a=1), CacheStep("evict", a=1)),
     ),
-    "a small pool": property_of("begin", "begin_again", "grow", "publish", "end", "end", pool="small"),
+    "a small pool": property_of("begin", "begin_again", "grow", "publish", "end", "end_full", pool="small"),
 }
 
 ASSIGNMENT = described(

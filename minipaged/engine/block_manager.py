@@ -59,10 +59,6 @@ class BlockManager(Memory):
         self.allocator = pool(config.num_blocks)
         self.host_allocator = pool(config.num_swap_blocks) if config.num_swap_blocks else None
         self.prefix_cache = PrefixCache(config.block_size, self.allocator) if config.enable_prefix_caching else None
-        self.num_entries = 0
-        """Block-table entries of all tables on the device."""
-        self.num_tokens = 0
-        """Slots filled by all tables on the device."""
         self._swap_out: list[CopyPair] = []  # block moves since the last `take_moves`
         self._swap_in: list[CopyPair] = []
         self._copy: list[CopyPair] = []
@@ -72,16 +68,6 @@ class BlockManager(Memory):
         self._emit = emit
 
     # --- Available blocks -------------------------------------------------------------------------
-
-    @property
-    def num_available(self) -> int:
-        """Blocks that can be taken now: the free ones and those that only the prefix cache holds."""
-        return self.allocator.num_free + self.num_cached
-
-    @property
-    def num_cached(self) -> int:
-        """Blocks that only the prefix cache holds."""
-        return self.prefix_cache.num_evictable if self.prefix_cache else 0
 
     def blocks_needed(self, work: Sequence[tuple[SequenceState, int]]) -> int:
         """The blocks that this work of one request takes, copies included. `work`: sequences with numbers of tokens."""

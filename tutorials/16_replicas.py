@@ -206,7 +206,7 @@ def tell(what: str, outcome: Outcome) -> Outcome:
 #
 # <details><summary>See</summary>
 #
-# **52 % in turns, 52 % by the fewest requests, 92 % at best** (`came["round robin"].hit_rate, came["least
+# **53 % in turns, 50 % by the fewest requests, 92 % at best** (`came["round robin"].hit_rate, came["least
 # loaded"].hit_rate, best`, give or take 10). A machine that is asked about all 24 documents has room for 15.
 #
 # </details>

@@ -4,7 +4,7 @@
     newcomer:   [ 1  2  3  4 ][ 5  6  9 ...       six tokens are found, not four
 
 The newcomer holds the block of 5 and 6 by reference, with two of its slots filled. Its first write is an ordinary
-copy-on-write (paper, section 4.4, Fig. 8). If nobody else needs the block, it is taken over, and nothing is copied.
+copy-on-write (paper, section 4.4, Fig. 8). Sometimes it takes the block over instead (`beginning_of`).
 
 A block that is cached with fewer tokens than it has slots is a *partial entry*: the last block of a request that has
 finished. No hash leads to it. It is found as a child of the block before it, as every cached block is.

@@ -4,8 +4,8 @@ Requests behind different long prompts take turns in the order of arrival. Each 
 one, and be computed again. With this policy requests behind the same prompt run one after another, and together, so
 that their common blocks are also read together (`reference/cascade.py`).
 
-What is cached changes while a request waits, and so does this order. Nobody starves all the same: whatever is cached, a
-request passes only those of the `MOST` arrivals before it.
+What is cached changes while a request waits, and so does this order. No request starves all the same: whatever is
+cached, a request can overtake only the `MOST` arrivals before it.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from minipaged.replay.teller import explain
 from minipaged.steps import BlockMoves
 from minipaged.testing.content_runner import ContentRunner
 from tests.effort import examples
-from tests.workloads import FAST, REFERENCE, Workload, WorkloadRequest, WorkloadRun, run_workload
+from tests.workloads import FAST, REFERENCE, Workload, WorkloadRequest, WorkloadRun, find_a_failure
 
 ONE = SamplingParams(temperature=0, seed=1, max_tokens=1, ignore_eos=True)
 Prompt = Sequence[int]
@@ -420,18 +420,6 @@ def test_the_children_of_the_root_are_not_all_looked_at() -> None:
 
 
 # --- Bugs that the oracle must find ---------------------------------------------------------------
-
-
-def find_a_failure(workloads: int = 500) -> int:
-    """The seed of the first workload that fails."""
-    for seed in range(workloads):
-        try:
-            run_workload(seed)
-        except (TypeError, AttributeError):
-            raise  # the bug was planted wrongly: this is no finding
-        except Exception:  # whatever shows it
-            return seed
-    raise AssertionError(f"not found in {workloads} workloads")
 
 
 def test_the_oracle_finds_a_partial_entry_that_stays_findable_when_its_block_is_taken_over(

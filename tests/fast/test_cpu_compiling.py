@@ -110,7 +110,7 @@ def test_a_compiler_that_fails_stops_nobody(uncompiled: Path, capsys: pytest.Cap
 
 
 def test_two_processes_compile_what_is_missing(uncompiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a second type, when sampling is there."""
+    """The parts of a second type, when sampling is there."""
     assert sorted(part for share in compiling.SHARES for part in share) == sorted(compiling.PARTS)
     monkeypatch.setattr(compiling, "is_compiled", lambda part, dtype: part == "sampling")
     uncompiled.write_text("#!/bin/sh\necho $5 $7 $9 >> $0.asked\n")

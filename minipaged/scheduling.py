@@ -56,8 +56,8 @@ class RequestView:
     arrival_time: float = 0.0
     """The time of its arrival, in seconds of the engine's clock."""
     num_cached_tokens: int = 0
-    """If it waits without blocks: its first tokens that the prefix cache has, which it need not run if it is admitted
-    now. They can be more or fewer at the next call."""
+    """If it waits without blocks: its first tokens that the prefix cache has now, counted in full blocks. It need not
+    run them if it is admitted now. They can be more or fewer at the next call."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,7 +216,7 @@ assert engine.blocks.allocator.num_free < 16
 #
 # In the end no request holds a block, and yet not all are free: the cache keeps its own. That costs nobody anything,
 # because a block that only the cache holds counts as room. When blocks are needed and too few are free, it gives up
-# those that were used least recently (*LRU*).
+# those that are not full, then those that were used least recently (*LRU*).
 #
 # **Predict.** A pool of 6 blocks. The question about the page has been answered, and the cache has blocks 0 to 3. (The
 # last one has three words. Its request has ended, so nobody will write into it any more, and it is kept like the full
@@ -225,8 +225,8 @@ assert engine.blocks.allocator.num_free < 16
 #
 # <details><summary>See</summary>
 #
-# **first block 3, then block 2, then block 1** (`evicted[:3]`). From the end of the chain: without block 0 nobody could
-# find the others.
+# **first block 3, then block 2, then block 1** (`evicted[:3]`). Block 3 is not full. Then from the end of the chain:
+# without block 0 nobody could find the others.
 #
 # </details>
 

@@ -85,7 +85,8 @@ run
 
 # %%
 cache = engine.blocks.prefix_cache
-assert router.known("left") == {cache.hash_of(block) for block in cache.blocks}
+full = [block for block in cache.blocks if len(cache.entry_of[block].tokens) == cache.block_size]
+assert router.known("left") == {cache.hash_of(block) for block in full}  # a block that is not full has no hash
 number, changes = news.latest()
 print(f"{number} changes: " + ", ".join("stored" if there else "evicted" for _, there in changes))
 
@@ -205,7 +206,7 @@ def tell(what: str, outcome: Outcome) -> Outcome:
 #
 # <details><summary>See</summary>
 #
-# **52 % in turns, 52 % by the fewest requests, 92 % at best** (`came["round robin"].hit_rate, came["least
+# **53 % in turns, 50 % by the fewest requests, 92 % at best** (`came["round robin"].hit_rate, came["least
 # loaded"].hit_rate, best`, give or take 10). A machine that is asked about all 24 documents has room for 15.
 #
 # </details>
@@ -408,7 +409,7 @@ assert even.hit_rate < usual.hit_rate
 #    if the replicas tell nothing (`seconds_between_news=inf`), and what if they do? Why does it matter less with 24?
 
 # %% tags=["solution"]
-many = questions(600, rate=24, documents=60)
+many = questions(1200, rate=24, documents=60)
 told, untold = (
     tell(f"news {what}", serve(PrefixAware(block_size=16), many, seconds))
     for what, seconds in (("each second", 1.0), ("never", inf))

@@ -16,7 +16,7 @@ from minipaged.testing.content_runner import ContentRunner, WrongRead
 from minipaged.testing.workloads import WorkloadRun, letters, random_workload
 
 Parts = Mapping[str, Any]
-"""Arguments that replace parts of an engine: `memory`, `policy`."""
+"""Parts that replace those of an engine: `memory`, `policy`; and `runner`, a subclass of ContentRunner."""
 
 
 class TellingRunner(ContentRunner):
@@ -32,7 +32,9 @@ class TellingRunner(ContentRunner):
 
 def run_workload(seed: int, parts: Parts) -> None:
     """Run one workload and check its reads, outputs and leaks. Raises the first error."""
-    run = WorkloadRun(random_workload(seed), make_runner=TellingRunner, steady=False, **parts)
+    of_engine = dict(parts)
+    runner = type("Runner", (TellingRunner, of_engine.pop("runner", ContentRunner)), {})
+    run = WorkloadRun(random_workload(seed), make_runner=runner, steady=False, **of_engine)
     run.to_the_end()
     run.check_outputs()
     run.check_nothing_leaked()

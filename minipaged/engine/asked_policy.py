@@ -24,7 +24,8 @@ class AskedPolicy:
     """The policy of one engine, with checks of its answers."""
 
     def __init__(self, make: MakePolicy, config: EngineConfig, blocks: Memory, runner: Runner) -> None:
-        self.policy = _make(make, config, LateCosts(runner))
+        self.costs = LateCosts(runner)
+        self.policy = _make(make, config, self.costs)
         self._blocks = blocks
         self._preemption = config.preemption
         self._max_tokens = config.max_num_batched_tokens

@@ -242,9 +242,6 @@ class BlockManager(Memory):
 
     # --- Swapping (paper, section 4.5) ------------------------------------------------------------
 
-    def can_swap_out(self, request: Request) -> bool:
-        return self.host_allocator is not None and len(request.filled_slots(self.block_size)) <= self.num_host_available
-
     def swap_out(self, request: Request) -> None:
         """Move the request from device blocks to host blocks. Raises OutOfBlocks, having changed nothing."""
         assert self.host_allocator is not None

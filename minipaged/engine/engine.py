@@ -261,8 +261,7 @@ class Engine:
         """Emit that the step has finished. Its seconds begin at its launch, or at the last commit if that was later."""
         now = self._clock()
         seconds, self._last_commit = now - max(step.started, self._last_commit), now
-        num_generated = self._committer.take_num_generated()
-        self._emit.step_finished(step.number, step.plan, seconds, num_generated)
+        self._emit.step_finished(step.number, step.plan, seconds, self._committer.take_num_generated())
 
     def _drop_steps_of_nobody(self) -> None:
         """Drop the steps in flight if all requests have ended: no request needs their tokens."""
@@ -279,6 +278,5 @@ class Engine:
         if self._ahead:
             self._ahead.take()
         dropped = start_over(self._requests.values(), self.scheduler, self.blocks, self._writers)
-        self._emit(
-            StepFailed(self._launcher.step_number, repr(error), tuple(request.request_id for request in dropped))
-        )
+        names = tuple(request.request_id for request in dropped)
+        self._emit(StepFailed(self._launcher.step_number, repr(error), names))

@@ -110,10 +110,12 @@ class Memory(ABC):
         """The number of available blocks that the waiting request takes for everything it has to run."""
 
     def num_cached_tokens(self, request: Request) -> int:
-        """The first tokens of a waiting request without blocks that it finds in the prefix cache now."""
+        """The tokens of a waiting request without blocks that are in the prefix cache now, in full blocks."""
         if not self.prefix_cache or not request.reads_prefix_cache or request.state is not RequestState.WAITING:
             return 0
-        return self.prefix_cache.match(request.sequences[0].tokens).num_tokens
+        first = request.sequences[0]
+        self.prefix_cache.look_up(first.tokens, first.found)
+        return len(first.found) * self.prefix_cache.block_size
 
     @abstractmethod
     def blocks_needed(self, work: Sequence[tuple[SequenceState, int]]) -> int:
@@ -166,7 +168,7 @@ class Memory(ABC):
 
     def can_swap_out(self, request: Request) -> bool:
         """Whether the host has room for the request's blocks."""
-        return False
+        return self.host_allocator is not None and len(request.filled_slots(self.block_size)) <= self.num_host_available
 
     def swap_out(self, request: Request) -> None:
         """Move the request from device blocks to host blocks. Raises OutOfBlocks."""

@@ -4,7 +4,7 @@
     newcomer:   [ 1  2  3  4 ][ 5  6  9 ...       six tokens are found, not four
 
 The newcomer holds the block of 5 and 6 by reference, with two of its slots filled. Its first write is an ordinary
-copy-on-write (paper, section 4.4, Fig. 8). If nobody else needs the block, it is taken over, and nothing is copied.
+copy-on-write (paper, section 4.4, Fig. 8). Sometimes it takes the block over instead (`beginning_of`).
 
 A block that is cached with fewer tokens than it has slots is a *partial entry*: the last block of a request that has
 finished. No hash leads to it. It is found as a child of the block before it, as every cached block is.
@@ -44,8 +44,11 @@ def beginning_of(
     The copy takes the place of a block that the sequence would take anyway. But until it is made, its source must stay
     as it is. A source that sequences hold does that at no cost. A source that only the cache holds counted as
     available; so one of `num_spare` available blocks that nobody was promised is needed, or the sequence takes the
-    source over. That is possible if no cached block follows it. A partial entry is also taken over by a sequence that
-    goes on where it ends: it will be found again, with more tokens.
+    source over. That is possible if no cached block follows it.
+
+    A sequence that goes on where a partial entry ends takes it over even if blocks are spare: most such sequences are
+    the next turn of a conversation, and the entry will be found again, with more tokens. Until then, another sequence
+    that goes on in the same place finds only the full blocks.
     """
     blocks, num_tokens = cache.match(tokens)
     shared = num_tokens % cache.block_size

@@ -33,7 +33,8 @@ class FirstComeFirstServed:
         self.costs = costs
 
     def turn(self, request: RequestView) -> tuple[float, ...]:
-        """The request's place in the order: smaller comes first. It never changes, and no two requests share it."""
+        """The request's place in the order: smaller comes first. No two requests share it. It never changes here; a
+        policy in which it does must bound by how much."""
         return (request.arrival,)
 
     # --- Requests that can be served at all -------------------------------------------------------

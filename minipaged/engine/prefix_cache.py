@@ -9,7 +9,7 @@ Ownership: the cache holds one reference on each cached block, like one more seq
 
 - *in use* while sequences hold it too (reference count 2 or more);
 - *evictable* when only the cache holds it (reference count 1): it counts as available, and is given back when blocks
-  are needed, least recently used first; those that are not full come before all others.
+  are needed, least recently used first. Those that are not full come before all others, the last released first.
 
 A holder of a cached block also holds all its cached parents. (`publish` ensures this: it replaces a block that was
 computed twice by the one already cached.) Blocks are released last first, so children are released before their
@@ -61,18 +61,29 @@ class PrefixCache:
 
     def match(self, tokens: Sequence[int]) -> Match:
         """The cached blocks that hold the longest prefix of `tokens`; at least one token is left to run."""
-        found: list[int] = []
-        parent, most = NO_PARENT, (len(tokens) - 1) // self.block_size
-        for _, key, block_tokens in hash_blocks(tokens, self.block_size, 0, most, NO_HASH, self._chain_hash):
+        found: list[CachedBlock] = []
+        self.look_up(tokens, found)
+        blocks, start = [entry.block for entry in found], len(found) * self.block_size
+        rest = tuple(tokens[start : min(start + self.block_size, len(tokens) - 1)])
+        block, num_tokens = self.children.longest(blocks[-1] if blocks else NO_PARENT, rest)
+        return Match([*blocks, block] if num_tokens else blocks, start + num_tokens)
+
+    def look_up(self, tokens: Sequence[int], found: list[CachedBlock]) -> None:
+        """Bring `found` up to date: the full cached blocks with which `tokens` begin; at least one token is left to
+        run. What an earlier call has found is not looked up again: a block is evicted only after its children, so all
+        before one that is still cached are cached too.
+        """
+        while found and self.entry_of.get(found[-1].block) is not found[-1]:
+            found.pop()
+        parent, key = (found[-1].block, found[-1].key) if found else (NO_PARENT, NO_HASH)
+        most = (len(tokens) - 1) // self.block_size
+        chain = hash_blocks(tokens, self.block_size, len(found), most, key, self._chain_hash)
+        for _, key, block_tokens in chain:
             entry = self._entries.get(key)
             if entry is None or entry.tokens != block_tokens or entry.parent_block != parent:
                 break
-            found.append(entry.block)
+            found.append(entry)
             parent = entry.block
-        start = len(found) * self.block_size
-        rest = tuple(tokens[start : min(start + self.block_size, len(tokens) - 1)])
-        block, num_tokens = self.children.longest(parent, rest)
-        return Match([*found, block] if num_tokens else found, start + num_tokens)
 
     def reused(self, blocks: Iterable[int]) -> None:
         """Note that sequences hold these cached blocks again: they are not evictable."""

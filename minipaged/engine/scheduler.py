@@ -30,7 +30,6 @@ from minipaged.engine.lanes import Lane, num_sequences, share_of
 from minipaged.engine.memory import Memory
 from minipaged.engine.sequence import Request, RequestState
 from minipaged.engine.step_writer import StepWriters
-from minipaged.engine.views import LateCosts
 from minipaged.events import Emit, RequestAdmitted, RequestPreempted
 from minipaged.params import EngineConfig
 from minipaged.scheduling import MakePolicy, Policy
@@ -52,7 +51,6 @@ class Scheduler:
         self.running: list[Request] = []
         self.lanes = [Lane(number) for number in range(config.pipeline_parallel_size)]
         self.asked = AskedPolicy(policy, config, blocks, runner)
-        self._costs = LateCosts(runner)
         self._writers = writers
         self._blocks = blocks
         self._emit = emit
@@ -226,7 +224,8 @@ class Scheduler:
         tokens_left = self._max_tokens - plan.num_query_tokens
         while self.waiting and tokens_left > 0 and (entering := self._entering(plan.lane, tokens_left)):
             for request in entering:
-                self._choose_lane(request, plan.lane)
+                if request.lane != plan.lane:
+                    self._writers.change_lane(request, plan.lane)
                 if request.state is RequestState.SWAPPED:
                     self._blocks.swap_in(request)
                 else:
@@ -234,7 +233,7 @@ class Scheduler:
                     num_looked_up = num_tokens if self._blocks.prefix_cache and request.reads_prefix_cache else 0
                     self._emit(RequestAdmitted(request.request_id, num_looked_up))
                 self._run(request)
-                self._blocks.load(request, self._costs)
+                self._blocks.load(request, self.asked.costs)
                 scheduled = self._part(self._whole(request), tokens_left)
                 if request.num_cached_tokens is None:
                     request.num_cached_tokens = request.sequences[0].num_computed
@@ -242,11 +241,8 @@ class Scheduler:
                     self._blocks.append_all(scheduled.work)
                     admitted.append(scheduled)
                     tokens_left -= scheduled.num_query_tokens
+        self._blocks.num_spare = 0
         return Plan([*plan.scheduled, *admitted], plan.lane) if admitted else plan
-
-    def _choose_lane(self, request: Request, lane: int) -> None:
-        if request.lane != lane:
-            self._writers.change_lane(request, lane)
 
     def _entering(self, lane: int, tokens_left: int) -> Sequence[Request]:
         room = self.max_sequences - num_sequences(self.running)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from minipaged.contracts import BeamSearch, BlockTable
+from minipaged.engine.cached_blocks import CachedBlock
 from minipaged.engine.detokenizer import Decode, Detokenizer
 from minipaged.params import BeamSearchParams, SamplingParams
 from minipaged.steps import Sampling
@@ -55,6 +56,8 @@ class SequenceState:
     """Log-probabilities reported for each output token; None unless the request wants them."""
     num_published: int = 0
     """The number of blocks at the start of the table that are in the prefix cache."""
+    found: list[CachedBlock] = field(default_factory=list)
+    """What the last look into the prefix cache found for its request, while that waited (`PrefixCache.look_up`)."""
     most_computed: int = 0
     """The number of tokens whose K/V this sequence had when it gave up its blocks; computing them again is
     recomputation. 0 once it has caught up."""

@@ -31,7 +31,7 @@ def view_of(request: Request, blocks: Memory) -> RequestView:
 
 
 def _told(request: Request, blocks: Memory) -> tuple[str, int, int, int, int, int, bool, int, int]:
-    """All fields but the last three, as a tuple: fast, because all running requests are shown at every admission."""
+    """All fields but the last four, as a tuple: fast, because all running requests are shown at every admission."""
     if len(request.sequences) == 1:  # nothing is shared
         [sequence] = request.sequences
         num_blocks, num_tokens = len(sequence.table.blocks), sequence.table.num_tokens

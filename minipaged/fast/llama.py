@@ -68,7 +68,8 @@ the host launches two or three more kernels per layer, at 5 to 20 µs each. Calc
 LEAST_SAVED = 768
 """The number of tokens that sequences must save, if the blocks that they have in common are read once for all of them.
 Measured in bfloat16 on an AMD EPYC (SmolLM2's shapes): 2 sequences that share 1,024 tokens save 3 % of the attention, 4
-that share 256 save 7 %, and 8 that share 64 would lose 6 %. In 8 bits less would do."""
+that share 256 save 7 %, and 8 that share 64 would lose 6 %. In 8 bits less would do. A CPU's kernel shares whole tiles
+of 64 tokens, and not those of a sequence whose tiles are divided between threads."""
 
 PIECE = 2**22
 """The number of a prompt's logits that exist at a time."""

@@ -1,6 +1,6 @@
 """Shared reading: blocks with which many sequences begin are read once for all of them ("cascade attention").
 
-Requests behind one system prompt hold the same blocks, and each decoding step reads them once for every request. The
+Requests behind one system prompt hold the same blocks. Each decoding step reads them again for every request. The
 online softmax (`attention.py`) allows better: attention over a context is made of parts. Each part has its largest
 score m, its sum l of exp(score - m), and its sum o of exp(score - m) × v. Two parts a and b are merged by
 
@@ -12,7 +12,7 @@ So all queries of a group attend to the shared blocks together, each query atten
 the two parts of each are merged. The result differs by rounding only.
 
 Which blocks are shared is read from the block tables of the step, entry by entry. A reference count is no proof: that a
-block is held three times does not say by whom, and sequences that share a block may differ in one before it.
+block is held three times does not say by whom.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def merge(a: Part, b: Part) -> Part:
 
 
 def shared_prefixes(block_tables: Array, context_lens: Array, block_size: int) -> list[tuple[Array, int]]:
-    """Return groups of sequences that begin with the same blocks: (their numbers, the number of these blocks).
+    """Return groups of sequences that begin with the same blocks: (their numbers, the number of these blocks). There is
+    one group for each first block; smaller groups that share more are not looked for.
 
     block_tables: [seqs, max_blocks]. context_lens: [seqs]. Each sequence has one query, its last token. The block of
     that token is not shared: the step writes into it.

@@ -19,7 +19,7 @@ from minipaged.llm import LoadedModel
 from tests.course.harness import result_of, submit
 from tests.effort import quick_cases, thorough
 
-NAMES = "block-allocator", "block-table", "paged-attention", "scheduler", "beam-search"
+NAMES = "block-allocator", "block-table", "paged-attention", "scheduler", "beam-search", "prefix-cache"
 """Those that have no worker that is slow to start: the others' tests share one."""
 
 
@@ -63,6 +63,7 @@ USUAL = dict.fromkeys(NAMES, "the reference") | {
     "triton-decode": "a program for each head",
     "quantize": "bits as arrays",
     "under-load": "ours",
+    "prefix-cache": "a tree of blocks",
 }
 """The right part that is graded with SmolLM2 too."""
 INDEX = {
@@ -118,6 +119,7 @@ REPEATED = {
     "paged-attention": "sees the future",
     "scheduler": "over capacity",
     "beam-search": "the sums so far are forgotten",
+    "prefix-cache": "any beginning will do",
 }
 
 

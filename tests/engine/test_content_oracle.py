@@ -31,7 +31,15 @@ from minipaged.reference.cascade import shared_prefixes
 from minipaged.steps import BlockMoves
 from minipaged.testing.content_runner import ContentRunner, GivenRow
 from tests.effort import one_case_in, scaled, seeds, thorough
-from tests.workloads import REFERENCE, Workload, WorkloadRequest, WorkloadRun, random_workload, run_workload
+from tests.workloads import (
+    REFERENCE,
+    Workload,
+    WorkloadRequest,
+    WorkloadRun,
+    find_a_failure,
+    random_workload,
+    run_workload,
+)
 
 EVERYTHING_THAT_CAN_HAPPEN = {
     "block copied",
@@ -239,7 +247,7 @@ def one_block_more(self: SharedReader, tables: Sequence[list[int]], lens: list[i
 def by_reference_counts(
     self: SharedReader, tables: Sequence[list[int]], lens: list[int]
 ) -> list[tuple[list[int], int]]:
-    """As if a block that n sequences hold were held by any n sequences of the batch."""
+    """Groups found as if a block that n sequences hold were held by any n sequences of the batch."""
     assert self.engine is not None
     counts = [[self.engine.blocks.allocator.ref_count(block) for block in table] for table in tables]
     common = [i for i, row in enumerate(counts) if row[0] == len(tables) and lens[i] > self.block_size]
@@ -263,18 +271,6 @@ def test_the_oracle_finds_a_cascade_over_tables_that_differ_in_one_block(
 
 
 # --- Bugs that the oracle must find ---------------------------------------------------------------
-
-
-def find_a_failure(workloads: int = 500) -> int:
-    """The seed of the first workload that fails."""
-    for seed in range(workloads):
-        try:
-            run_workload(seed)
-        except (TypeError, AttributeError):
-            raise  # the bug was planted wrongly: this is no finding
-        except Exception:  # whatever shows it
-            return seed
-    raise AssertionError(f"not found in {workloads} workloads")
 
 
 def test_the_oracle_finds_a_prefix_hit_that_stays_evictable(monkeypatch: pytest.MonkeyPatch) -> None:

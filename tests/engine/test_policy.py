@@ -25,6 +25,7 @@ from minipaged.engine.policies.longest_prefix_first import LongestPrefixFirst
 from minipaged.engine.policies.priority import PriorityFirst
 from minipaged.engine.policies.shortest_first import ShortestFirst
 from minipaged.engine.policy import FirstComeFirstServed
+from minipaged.engine.sequence import Request
 from minipaged.errors import InvalidRequest, Invariant, InvariantViolation
 from minipaged.events import Event, RequestAdmitted, RequestPreempted, RequestRefused
 from minipaged.outputs import RequestOutput
@@ -663,6 +664,22 @@ def test_the_cache_is_looked_up_for_tokens_only_if_the_policy_asks(monkeypatch: 
         passed(policy, arrivals)
     with pytest.raises(Fault):
         passed(LongestPrefixFirst, arrivals)
+
+
+def test_only_the_first_that_wait_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = list[int]()
+    right = BlockManager.num_cached_tokens
+
+    def counted(self: BlockManager, request: Request) -> int:
+        looked.append(request.order)
+        return right(self, request)
+
+    monkeypatch.setattr(BlockManager, "num_cached_tokens", counted)
+    engine = simulated(Near, max_num_seqs=2, enable_prefix_caching=True)
+    for i in range(20):
+        engine.add_request([1] * 3, params(4), request_id=str(i))
+    engine.step()
+    assert {*looked} == {*range(Near.MOST)}
 
 
 def test_smaller_numbers_come_first_and_equals_in_order_of_arrival() -> None:

@@ -27,6 +27,7 @@ from hypothesis.stateful import (
 )
 
 from minipaged.contracts import BlockTable as AnyBlockTable
+from minipaged.engine.cached_blocks import CachedBlock
 from minipaged.engine.partial_hits import beginning_of, keep
 from minipaged.engine.prefix_cache import PrefixCache
 from minipaged.handover.block_hashes import ChainHash, chain_hash
@@ -80,6 +81,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         """What was written last into each block: the K/V of these tokens' last `block_size`."""
         self.kept: dict[Prefix, int] = {}
         """The model: the block of each cached prefix."""
+        self.waiting: list[tuple[list[int], list[CachedBlock]]] = []
+        """Tokens that wait, with what the last look has found."""
 
     # --- What an engine does ----------------------------------------------------------------------
 
@@ -150,6 +153,19 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             self.kept[tokens] = entry.block
             self.drop_redundant(entry.block)
         self.release(sequence)
+
+    @precondition(lambda self: len(self.waiting) < 3)
+    @rule(tokens=token_lists)
+    def wait(self, tokens: list[int]) -> None:
+        self.waiting.append((tokens, []))
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def look_again(self) -> None:
+        for tokens, found in self.waiting:
+            self.cache.look_up(tokens, found)
+            self.cache.look_up(tokens, anew := [])
+            assert found == anew, "what was found before is forgotten when it is gone"
 
     @rule(num_blocks=st.integers(1, 3))
     def evict_some(self, num_blocks: int) -> None:

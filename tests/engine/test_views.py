@@ -12,6 +12,7 @@ import pytest
 
 from minipaged.engine.engine import Engine
 from minipaged.engine.policy import FirstComeFirstServed
+from minipaged.engine.sequence import RequestState
 from minipaged.engine.views import LateCosts, plain
 from minipaged.params import EngineConfig, SamplingParams
 from minipaged.scheduling import Costs, RequestView
@@ -81,6 +82,15 @@ def test_cached_tokens_are_counted_anew_at_each_question() -> None:
     _, policy = engine_of(OneByOneAsking)
     assert policy.needed == [8, 8, 12, 12, 12, 12, 16, 16, 16]
     assert [view.num_cached_tokens for view in policy.kept] == policy.needed, "what was looked at stays as it was"
+
+
+def test_a_request_that_keeps_its_blocks_finds_none() -> None:
+    """It waits in the host pool, and comes back with all that it has computed."""
+    engine, _ = engine_of(OneByOneAsking)
+    waits = engine.scheduler.waiting[0]
+    assert engine.blocks.num_cached_tokens(waits) == 16
+    waits.state = RequestState.SWAPPED
+    assert engine.blocks.num_cached_tokens(waits) == 0
 
 
 def test_blocks_that_nobody_looked_at_are_over_when_the_request_waits_no_more() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from minipaged.contracts import BatchRow
 from minipaged.fast import llama as fast_llama
-from minipaged.fast.cascade import shared_prefixes
+from minipaged.fast.cascade import MOST_SPLITS, shared_prefixes
 from minipaged.fast.cpu import attention, paged_decode
 from minipaged.fast.cpu.vectors import number_type
 from minipaged.fast.kernels import Paged, Shared
@@ -72,6 +72,18 @@ def test_a_group_is_two_where_that_saves_more() -> None:
     assert groups_of(shared_prefixes(tables, lens - 8, 4)) == [([0, 1, 2, 3], 4)]
 
 
+def test_a_group_is_split_so_often_and_no_more() -> None:
+    """Sequence i leaves the others at block i: each split would be one more call within the others."""
+    count = 1200
+    blocks = torch.arange(count, dtype=torch.int32)
+    own = count + blocks[:, None] * count
+    tables = torch.where(blocks[None] < blocks[:, None], blocks[None], own + blocks[None])
+    found = groups_of(shared_prefixes(tables, torch.full((count,), count, dtype=torch.int32), 1))
+    assert [num_tokens for _, num_tokens in found] == [MOST_SPLITS + 1]
+    for members, num_tokens in found:
+        assert all(torch.equal(tables[members[0], :num_tokens], tables[one, :num_tokens]) for one in members)
+
+
 def test_rows_may_be_anybodys() -> None:
     tables = torch.tensor([[9, 9, 9], [3, 5, 7], [9, 9, 9], [3, 5, 8]], dtype=torch.int32)
     rows, lens = torch.tensor([3, 1, 0], dtype=torch.int32), torch.tensor([12, 12, 12], dtype=torch.int32)
@@ -87,7 +99,7 @@ def random_batch(data: st.DataObject, way: str) -> tuple[torch.Tensor, Paged]:
     kv_heads, group = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 2, 3, 5]))
     head_dim = data.draw(st.sampled_from([32, 64])) if way == "pairs" else 24
     seqs = data.draw(st.integers(2, 40) | st.integers(2, 5))
-    common = [64 * data.draw(st.integers(0, 5)) for _ in range(2)]
+    common = [block_size * (data.draw(st.integers(0, 330)) // block_size) for _ in range(2)]
     random = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
     draw = lambda most, size: torch.randint(0, most, (size,), generator=random)  # noqa: E731
     shared = torch.tensor(common)[draw(2, seqs)]
@@ -99,7 +111,8 @@ def random_batch(data: st.DataObject, way: str) -> tuple[torch.Tensor, Paged]:
     dtype = torch.bfloat16 if way == "pairs" else torch.float32
     values = 4 * torch.randn(seqs * most_blocks, 2, kv_heads, block_size, head_dim, generator=random)
     query = torch.randn(seqs, kv_heads * group, head_dim, generator=random).to(dtype)
-    rows = torch.arange(seqs, dtype=torch.int32)
+    rows = torch.randperm(seqs, generator=random).int()
+    tables = tables[rows.argsort()]  # row rows[s] is the table of sequence s
     if way != "int8":
         return query, Paged(*values.to(dtype).unbind(1), tables, rows, lens)
     size, scale_size = 2 * kv_heads * block_size * head_dim, 2 * kv_heads * block_size * 4
@@ -117,7 +130,7 @@ def test_no_bit_depends_on_what_is_shared(way: str, data: st.DataObject, num_pie
     if way == "pairs" and not isinstance(number_type(torch.bfloat16), np.uint16):
         pytest.skip("not on this processor")
     query, paged = random_batch(data, way)
-    shared = shared_prefixes(paged.tables, paged.context_lens, paged.keys.shape[2])
+    shared = shared_prefixes(paged.tables, paged.context_lens, paged.keys.shape[2], paged.rows)
     with patch.object(attention, "num_pieces", lambda: num_pieces):
         found = paged_decode(query, paged._replace(shared=shared), 0.1)
         assert torch.equal(found, paged_decode(query, paged, 0.1))

@@ -109,15 +109,15 @@ def test_a_compiler_that_fails_stops_nobody(uncompiled: Path, capsys: pytest.Cap
     assert "compiling the bfloat16 kernels for this processor, once" in capsys.readouterr().err
 
 
-def test_half_of_what_is_missing_is_half_of_the_work(uncompiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a second type, when sampling is there: what calls kernels of another part is compiled where they are."""
+def test_two_processes_compile_what_is_missing(uncompiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts of a second type, when sampling is there."""
     assert sorted(part for share in compiling.SHARES for part in share) == sorted(compiling.PARTS)
     monkeypatch.setattr(compiling, "is_compiled", lambda part, dtype: part == "sampling")
     uncompiled.write_text("#!/bin/sh\necho $5 $7 $9 >> $0.asked\n")
     uncompiled.chmod(0o755)
     with compiling.compiled_meanwhile(torch.bfloat16):
         pass
-    assert sorted(Path(f"{uncompiled}.asked").read_text().splitlines()) == ["decoding layers", "prompts"]
+    assert sorted(Path(f"{uncompiled}.asked").read_text().splitlines()) == ["decoding", "prompts layers"]
 
 
 def test_where_no_process_can_be_started_nobody_is_stopped(uncompiled: Path) -> None:

@@ -17,7 +17,7 @@ from minipaged.contracts import Batch
 from minipaged.engine.connected_memory import ConnectedBlockManager
 from minipaged.engine.sequence import Request
 from minipaged.errors import InvariantViolation
-from minipaged.events import Event
+from minipaged.events import Event, PrefixReused
 from minipaged.params import SamplingParams
 from minipaged.replay.state import State
 from minipaged.scheduling import Costs
@@ -131,6 +131,28 @@ def test_the_last_token_of_a_prompt_is_always_computed() -> None:
         run.check_outputs()
         assert run.engine.current_stats().blocks_loaded == loaded
         assert len(connector.blocks) == 2
+
+
+def test_a_part_of_a_block_is_shared_only_where_the_connector_has_no_full_one() -> None:
+    one = SamplingParams(temperature=0, seed=0, max_tokens=1)
+    sizes = {"block_size": 4, "num_blocks": 64, "max_model_len": 60, "vocab_size": 100, "max_num_seqs": 8}
+    workload = cached_workload(0, max_num_batched_tokens=64, **sizes)
+    connector, prefixes = InMemory(4), Prefixes()
+
+    def found(*prompts: tuple[int, ...]) -> list[int | None]:
+        requests = tuple(WorkloadRequest(5 * i, prompt, one) for i, prompt in enumerate(prompts))
+        reused = list[Event]()
+        run = connected_run(replace(workload, requests=requests), connector, prefixes, listeners=[reused.append])
+        run.to_the_end()
+        run.check_outputs()
+        run.check_nothing_leaked()
+        return [event.num_tokens for event in reused if isinstance(event, PrefixReused)]
+
+    assert found((1, 2, 3, 4, 5, 6, 9, 9, 9)) == []  # now the connector has two blocks
+    # Both from the connector: of the second, the engine has had only the first two tokens.
+    assert found((1, 2, 3, 4, 5, 6, 8, 8), (1, 2, 3, 4, 5, 6, 9, 9, 7)) == [4]
+    # Of these blocks the connector lacks the second, and the engine has two tokens of it.
+    assert found((1, 2, 3, 4, 5, 6, 9, 9, 7), (1, 2, 3, 4, 5, 6, 7, 7, 7)) == [6]
 
 
 # --- What can fail --------------------------------------------------------------------------------

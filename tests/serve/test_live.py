@@ -634,10 +634,10 @@ def test_the_chat_says_which_blocks_each_turn_shared(open_page: Callable[..., Op
     assert page.locator("#turns .text").nth(1).locator("b").count() == 0  # what the model says is only text
     ask(page, second)
     until(page, "document.querySelectorAll('#turns .note')[1]?.textContent.includes('usage')")
-    found = (length + said) // 16 * 16
+    found = length + said
     length += said + 2 + AROUND + len(second)  # an answer has an end and a new line behind it
     note = notes.nth(1).text_content()
-    assert f"Shared {found // 16} blocks with earlier requests: {found} of {length} prompt tokens" in note
+    assert f"Shared {-(-found // 16)} blocks with earlier requests: {found} of {length} prompt tokens" in note
     assert f"(usage: {found} cached)" in note
     show = page.get_by_role("button", name="Show them")
     page.locator("#send").scroll_into_view_if_needed()

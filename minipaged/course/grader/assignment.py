@@ -34,6 +34,7 @@ ASSIGNMENTS = (
     "triton-decode",
     "quantize",
     "under-load",
+    "prefix-cache",
 )
 """The assignments, in the order of the course. Each one's folder has its name, with underscores."""
 FOLDER = "minipaged.course.assignments"

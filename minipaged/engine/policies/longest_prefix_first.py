@@ -4,8 +4,8 @@ Requests behind different long prompts take turns in the order of arrival. Each 
 one, and be computed again. With this policy requests behind the same prompt run one after another, and together, so
 that their common blocks are also read together (`reference/cascade.py`).
 
-What is cached changes while a request waits, and so does this order. Nobody starves all the same: whatever is cached, a
-request moves forward by at most `MOST` places.
+What is cached changes while a request waits, and so does this order. No request starves all the same: whatever is
+cached, a request can overtake only the `MOST` arrivals before it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class LongestPrefixFirst(FirstComeFirstServed):
     def admit(
         self, waiting: Sequence[RequestView], running: Sequence[RequestView], num_free: int, tokens_left: int
     ) -> list[str]:
-        """The requests to admit now. Only those that can come first are looked up: looking up takes time."""
+        """The requests to admit now, of the first `MOST` arrivals from the oldest one that waits. Only these are looked
+        up, because looking up takes time."""
         first = min((request.arrival for request in waiting), default=0)
         near = [request for request in waiting if request.arrival < first + self.MOST]
         return super().admit(near, running, num_free, tokens_left)

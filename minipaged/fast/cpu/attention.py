@@ -185,7 +185,7 @@ def _decode(query, pool, where, shared, scale, num_pieces, number, out):
     part_m_l = np.empty((num_pieces, 2, group, 2), np.float32)
     part_o = np.empty((num_pieces, 2, group, head_dim), np.float32)
     parts = part_m_l.reshape(-1, group, 2), part_o.reshape(-1, group, head_dim)
-    work, first = _divide(context_lens, pool.kv_heads, part_of)
+    work, first, next_of_piece = _divide(context_lens, pool.kv_heads, part_of)
     chunks = _chunks(shared, pool.kv_heads, num_pieces)
     pairs = seqs * pool.kv_heads if len(chunks) else 0
     # `np.zeros` would be a parallel loop of its own here.
@@ -197,12 +197,10 @@ def _decode(query, pool, where, shared, scale, num_pieces, number, out):
     if pairs:  # threads meet at a parallel loop even if it has no turns
         for _ in prange(num_pieces):
             _attend_together(query, pool, where, shared, scale, chunks, taken, part_of, number, done)
-    taken = first.copy()
     for piece in prange(num_pieces):
-        if pairs:  # what is left differs from pair to pair: each thread takes the next one
-            _attend(query, pool, where, scale, work, taken, len(work), number, done, parts, out)
-        else:
-            _attend(query, pool, where, scale, work, taken[piece:], first[piece + 1], number, done, parts, out)
+        # After shared blocks, what is left differs from pair to pair: each thread takes the next one.
+        at, end = (0, len(work)) if pairs else (piece, first[piece + 1])
+        _attend(query, pool, where, scale, work, next_of_piece[at:], end, number, done, parts, out)
     _merge(part_of, part_m_l, part_o, pool.kv_heads, out)
 
 
@@ -235,7 +233,7 @@ def _divide(context_lens, kv_heads, part_of):
             n += 1
             begin = stop
         first[piece + 1] = n
-    return work[:n], first
+    return work[:n], first, first.copy()
 
 
 @inner()

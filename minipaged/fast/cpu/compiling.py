@@ -122,9 +122,10 @@ PARTS = {
     "sampling": CompileJob(sampling, _draw, slice(1), 4),
     "layers": CompileJob(layers, _run, slice(2, 3), 6),
 }
-SHARES = (("prompts", "sampling"), ("decoding", "layers"))
-"""The parts that each process compiles, half of the work (`layers` calls kernels that are compiled with `decoding`). On
-two cores, two processes finish sooner than three, because each must import torch and numba, 1.3 s of one core."""
+SHARES = (("decoding", "sampling"), ("prompts", "layers"))
+"""The parts that each process compiles, half of the work. `decoding` is stored before the last kernel of `layers`
+links it; otherwise that process would compile it again. On two cores, two processes finish sooner than three, because
+each must import torch and numba, 1.3 s of one core."""
 
 
 def is_compiled(part: str, dtype: torch.dtype) -> bool:

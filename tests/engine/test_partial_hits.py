@@ -350,6 +350,29 @@ def crowd(seed: int) -> Workload:
     return Workload(config, tuple(asked), swap_is_cheap=True)
 
 
+def test_a_last_block_that_cannot_be_kept_costs_a_step_and_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stop string is found before the block is kept. The step is run again, and its token is not added twice."""
+    right, served = BlockManager.keep_last, Served()
+    params = replace(ONE, max_tokens=7)
+    text = served.serve([1, 2, 3], params).outputs[0].text
+    errors = [MemoryError()]
+
+    def keep_last(blocks: BlockManager, sequence: SequenceState) -> None:
+        if errors:
+            raise errors.pop()
+        right(blocks, sequence)
+
+    monkeypatch.setattr(BlockManager, "keep_last", keep_last)
+    name = served.add([1, 2, 3], replace(params, stop=[text[3:5]], include_stop_str_in_output=True))
+    with pytest.raises(MemoryError):
+        served.step(7)
+    while served.engine.has_unfinished_requests():
+        served.step()
+    served.run.check_nothing_leaked()
+    [output] = served.outputs[name].outputs
+    assert (output.text, output.stop_reason) == (text[:5], text[3:5])
+
+
 def test_a_source_is_not_handed_out_before_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even to a request that is admitted because the one that copies has lowered its need. Seeing this needs
     several of them in one step, so the workloads are made for it."""

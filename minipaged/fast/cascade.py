@@ -33,7 +33,7 @@ def shared_prefixes(
     """Return the prefixes that sequences share, with their members; None if there are none.
 
     If some members also share the blocks after a prefix, they get this longer prefix instead where that saves more
-    reads. Members are split so up to `MOST_SPLITS` times.
+    reads. This is done at most `MOST_SPLITS` times in a row.
 
     block_tables: [num_rows, max_blocks]. context_lens: [seqs]. All on the host. Each sequence has one query, its last
         token. The block of that token is not shared: the step writes into it.
@@ -63,7 +63,7 @@ def shared_prefixes(
 def _best(
     blocks: NDArray[np.int32], members: NDArray[np.intp], begin: int = 0, splits: int = MOST_SPLITS
 ) -> tuple[int, list[SharedPrefix]]:
-    """Return the number of blocks that need not be read again, and the prefixes that save so many. The members' first
+    """Return the number of blocks that need not be read again, and the prefixes that save them. The members' first
     `begin` blocks are known to be equal."""
     differs = (blocks[members, begin:] != blocks[members[0], begin:]).any(axis=0)  # [blocks left]
     run = begin + (int(differs.argmax()) if differs.any() else len(differs))

@@ -1,18 +1,18 @@
-"""`python -m benchmarks.partial_hits [--trace FILE ...]`: tokens that the prefix cache finds, with and without partial
-hits (`minipaged/engine/partial_hits.py`).
+"""`python -m benchmarks.partial_hits [--trace FILE ...]`: the share of prompt tokens that the prefix cache finds, with
+and without partial hits (`minipaged/engine/partial_hits.py`).
 
-The cache and the block tables are the engine's own. Requests are handled one after another, in order of arrival, and
-release their blocks immediately; nothing is computed. Everything is drawn with a seed: the same command gives the same
-figures.
+The cache and the block tables are the engine's own. Nothing is computed. Requests are handled one after another, in
+order of arrival, and each releases its blocks before the next begins. All draws have a seed, so the same command gives
+the same figures.
 
 Two kinds of workloads:
 
-- Conversations with ShareGPT's lengths (`minipaged/paper/workloads.py`, from Fig. 11 of the paper), at one new
-  conversation per second. Each round's prompt is all that was said before, and a new message. Their tokens are random
-  numbers, which no two messages share. All prompts begin with the same system prompt, or with none.
-- `--trace`: traces with hashes of their prompts, one for each 512 tokens, as those of Mooncake. Where two prompts part
-  within 512 tokens is not known, so nothing can be said of blocks smaller than that. What can be measured is the same
-  thing on a larger scale: a hash takes the place of a token, and a block has 2, 4 or 8 of them.
+- Conversations with ShareGPT's lengths (`minipaged/paper/workloads.py`, from Fig. 11 of the paper). One conversation
+  begins per second. The prompt of each round is all that was said before, and a new message. Tokens are random numbers,
+  so no two messages share any. All prompts begin with the same system prompt, or with none.
+- `--trace`: traces with hashes of their prompts, one for each 512 tokens, such as Mooncake's. They do not say where two
+  prompts part within 512 tokens, so they show nothing about smaller blocks. They show the same thing on a larger scale:
+  a hash takes the place of a token, and a block has 2, 4 or 8 hashes.
 """
 
 from __future__ import annotations
@@ -34,28 +34,31 @@ HASHES_PER_BLOCK = (2, 4, 8)
 SYSTEM_PROMPTS = (0, 341)
 """Tokens: none, and the paper's prefix with five examples (section 6.4)."""
 CACHE_TOKENS = (0, 100_000, 30_000)
-"""The sizes of the cache. 0: unlimited."""
+"""The room of the cache, in tokens. 0: unlimited."""
 SECONDS_PER_TOKEN = 0.05
-"""Assumed: the time until the next token of an answer is there. Only the order of the requests depends on it."""
+"""The time that a token of an answer takes, an assumption. Only the order of the requests depends on it."""
 
 
 class Served(NamedTuple):
-    """A request: its prompt, and the tokens that are computed of its answer."""
+    """A request: its prompt, and the answer's tokens that are computed: all but the last."""
 
     prompt: Sequence[int]
     answer: Sequence[int]
 
 
 class Found(NamedTuple):
-    """Prompt tokens: all of them, and those that the cache had."""
+    """What the cache found for all requests."""
 
     found: int
+    """Prompt tokens that the cache had."""
     tokens: int
+    """All prompt tokens."""
     copies: int
+    """Blocks copied for a hit that ends within them."""
 
 
 def found_in(asked: Iterable[Served], block_size: int, num_tokens: int, *, partial: bool) -> Found:
-    """Handle the requests with a cache of `num_tokens` (0: unlimited)."""
+    """Handle the requests, with a cache of `num_tokens` (0: unlimited). `partial`: with partial hits."""
     asked = list(asked)
     tier = simulated_tier()
     endless = sum(-(-(len(one.prompt) + len(one.answer)) // block_size) for one in asked)
@@ -111,7 +114,7 @@ def chats(seconds: float, seed: int, system_tokens: int) -> list[Served]:
 
 
 def hashed(path: Path, most: int) -> list[Served]:
-    """A trace's prompts, with a hash in place of 512 tokens. They end with a token of their own, which is run."""
+    """A trace's prompts, with a hash in place of 512 tokens. Each ends with a token of its own: the one that is run."""
     return [Served([*hashes, -1 - i], ()) for i, (hashes, _) in enumerate(hashes_of(path, most))]
 
 

@@ -1,8 +1,8 @@
-"""Exhibit 7 of the bug museum: making room for a page that comes back gives away the page.
+"""Exhibit 7 of the bug museum: a page is about to come back, and making room for it overwrites the page.
 
-Below the pool lies a floor of slower memory. Full blocks that the prefix cache evicts go down to its pages. A prompt
-that finds its next blocks there has them brought up, which is cheaper than computing them. Something is wrong with the
-way up: docs/museum/late_pin.md.
+Below the pool lies a floor of slower memory, made of pages. Full blocks that the prefix cache evicts go down to these
+pages. If a prompt's next blocks are there, they come up again, which is cheaper than computing them. The way up has a
+bug: docs/museum/late_pin.md.
 
     python museum/late_pin.py
 """
@@ -22,18 +22,18 @@ class Floor:
         self._pinned = set()
 
     def find(self, block_hash):
-        """The page with this block, or None."""
+        """The page with the block of this hash, or None."""
         return next((page for page, there in self._hash_on.items() if there == block_hash), None)
 
     def take(self, block_hash):
-        """A page for this block, or None if all pages are pinned. What was on the page is lost."""
+        """A page for the block of this hash, or None if all pages are pinned. Its old content is lost."""
         page = next((page for page in self._hash_on if page not in self._pinned), None)
         if page is not None:
             self._use(page, block_hash)
         return page
 
     def pin(self, pages):
-        """These pages have to stay as they are until `unpin_all`."""
+        """Keep these pages as they are until `unpin_all`."""
         self._pinned.update(pages)
         for page in pages:
             self._use(page, self._hash_on[page])
@@ -47,7 +47,7 @@ class Floor:
 
 
 class BlockManager(block_manager.BlockManager):
-    """The engine's, with a floor below. It plans what goes down and up; the runner below moves it."""
+    """The engine's block manager, with a floor below. It plans what goes down and up; `Runner` moves it."""
 
     NUM_PAGES = 3
 
@@ -57,7 +57,7 @@ class BlockManager(block_manager.BlockManager):
         self.down, self.up = [], []
 
     def load(self, request, costs):
-        """Begin an admitted request with the blocks in the pool, then with those that lie below."""
+        """Begin an admitted request with cached blocks of the pool, then with the next ones from the floor."""
         sequence = request.sequences[0]
         if not self.prefix_cache or sequence.num_computed or not request.reads_prefix_cache:
             return
@@ -80,7 +80,7 @@ class BlockManager(block_manager.BlockManager):
             self._emit(BlocksLoaded(sequence.sequence_id, tuple(blocks)))
 
     def _make_room(self, num_blocks):
-        """Have the prefix cache evict blocks, and send the full ones down."""
+        """Let the prefix cache evict blocks until `num_blocks` are free, and send the full ones down."""
         short = num_blocks - self.allocator.num_free
         if self.prefix_cache and short > 0:
             hashes = {block: self.prefix_cache.hash_of(block) for block in self.prefix_cache.blocks}
@@ -91,7 +91,7 @@ class BlockManager(block_manager.BlockManager):
 
 
 class Runner(ContentRunner):
-    """Moves blocks before each step: first down, while they are as they were, then up."""
+    """Moves blocks before each step: first down, before anything overwrites them, then up."""
 
     def move(self, moves):
         memory = self.engine.blocks

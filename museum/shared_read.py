@@ -1,7 +1,7 @@
-"""Exhibit 6 of the bug museum: sequences that share a prompt read it once, and somebody reads the wrong prompt.
+"""Exhibit 6 of the bug museum: sequences that share a prompt read it once, and one sequence reads the wrong prompt.
 
-Blocks that all decoding sequences of a step share are read once for all of them, in the table of the first one.
-Something is wrong with the way in which they are found: docs/museum/shared_read.md.
+All decoding sequences of a step read the blocks that they share from the table of the first one. The search for these
+blocks has a bug: docs/museum/shared_read.md.
 
     python museum/shared_read.py
 """
@@ -24,7 +24,7 @@ def num_shared(tables, memory):
 
 
 class SharedReading(ContentRunner):
-    """Runs a step's rows. Those that decode, which have one new token each, read their shared blocks together."""
+    """Runs a step's rows. The rows that decode (they have one new token) read their shared blocks together."""
 
     def compute(self, rows):
         tables = [row.blocks for row in rows if len(row.token_ids) == 1]
@@ -34,7 +34,7 @@ class SharedReading(ContentRunner):
         return super().compute(rows)
 
     def with_shared(self, row, shared):
-        """The row, which reads these blocks in the place of its first ones. (It writes into a later one.)"""
+        """The row with these blocks in place of its first ones. (It writes into a later block.)"""
         return replace(row, blocks=[*shared, *row.blocks[len(shared) :]])
 
 

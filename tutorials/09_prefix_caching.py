@@ -30,15 +30,14 @@
 
 # %%
 from minipaged.engine.prefix_cache import PrefixCache
-from minipaged.handover.block_hashes import chain_hash
+from minipaged.handover.block_hashes import NO_HASH, chain_hash
 from minipaged.reference.block_allocator import BlockAllocator
 from minipaged.reference.block_table import BlockTable
 
-NO_PARENT = 0
 same_tokens = (5, 6, 7, 8)
-after_one = chain_hash(chain_hash(NO_PARENT, (1, 2, 3, 4)), same_tokens)
-after_another = chain_hash(chain_hash(NO_PARENT, (9, 9, 9, 9)), same_tokens)
-assert after_one != after_another  # the same tokens after others are another block
+after_one = chain_hash(chain_hash(NO_HASH, (1, 2, 3, 4)), same_tokens)  # a first block has no parent
+after_another = chain_hash(chain_hash(NO_HASH, (9, 9, 9, 9)), same_tokens)
+assert after_one != after_another  # the same tokens after other tokens are another block
 
 # %% [markdown]
 # ## Publishing and finding
@@ -80,23 +79,23 @@ for which, (blocks, num_tokens) in found.items():
 assert [num_tokens for _, num_tokens in found.values()] == [8, 7, 5, 0]
 
 # %% [markdown]
-# Two blocks are in the cache, the full ones. A block that is not full is still being written into, so it is nobody
-# else's.
+# Two blocks are in the cache, the full ones. The request still writes into its third block, so nobody else may have it.
 #
-# And the first eight find seven tokens, not eight. Something has to be run, for the next token is chosen from what the
-# *last* token of the prompt comes to. So a match leaves at least one token.
+# And the first eight find seven tokens, not eight. The next token is chosen from the logits of the *last* prompt token,
+# and logits come from running a token. So a match leaves at least one token to be run.
 #
 # ## A part of a block
 #
-# Where token 5 differs, token 4 is still the same, and its keys and values are in block 1. So the match leads to that
-# block, and says that only five tokens count. Whoever begins with it holds the block by reference, with one slot
-# filled. The block is shared, so the first write copies it ([number 6](06_copy_on_write.py)):
+# Where token 5 differs, token 4 is still the same, and its keys and values are in block 1. So the match includes that
+# block, and says that only five tokens count. A newcomer with such a *partial hit* takes a reference on block 1, and
+# counts only the first slot of it. The block is shared, so the newcomer's first write copies it
+# ([number 6](06_copy_on_write.py)):
 
 # %%
 blocks, num_tokens = found["another token 5"]
 newcomer = BlockTable(block_size=4, allocator=allocator)
-newcomer.adopt(blocks)  # full blocks
-newcomer.trim(num_tokens)  # and of the last one only what is shared
+newcomer.adopt(blocks)  # a reference on each, and all slots count
+newcomer.trim(num_tokens)  # of the last block, only the shared tokens count
 [(source, copy)] = newcomer.append(5)
 print(f"block {source} is copied to block {copy}: one token of it is kept, the others are written over")
 
@@ -105,47 +104,50 @@ assert list(newcomer.blocks[:2]) == [blocks[0], copy]
 newcomer.trim(0)
 
 # %% [markdown]
-# Which blocks can follow the end of a chain? Those whose parent is its last block, its *children*. The cache keeps them
-# sorted by their tokens. In a dictionary that is sorted by its words, the word that shares the longest beginning with
-# yours stands next to the place where yours would be: so two comparisons are enough, and a search for the place, even
-# if all prompts of a service are children of the root.
+# How does the cache find block 1? The cached blocks that come right after a block are its *children*. The cache keeps
+# them sorted by their tokens, as a dictionary keeps its words. There, the word that shares the longest beginning with
+# yours stands next to the place where yours would be. So the cache searches for this place, and compares its two
+# neighbours. That is quick even where the first blocks of all prompts are children of one root.
 #
-# That is half of a *radix tree*, the other way to find prefixes. It has a node wherever two texts part, at any token:
+# The other way to find prefixes is a *radix tree*. It has a node wherever two texts part, at any token:
 #
 #     a radix tree                                   a chain of hashes, with children
 #
 #     root ─ [0 1 2 3 4] ┬─ [5 6 7]                  root ─ [0 1 2 3] ┬─ [4 5 6 7]
 #                        └─ [99 6 7]                                  └─ [4 99 6 7]
 #
-# In the tree, token 4 is in one place. A chain has a node for each block, so here token 4 is in two blocks: it was
-# copied, and not computed. For that a block of the chain has a name which is the same everywhere, so that another
-# machine can ask for it ([number 16](16_replicas.py)), and no node is ever split.
+# In the tree, token 4 is in one place. A chain has a node for each block, so there token 4 is in two blocks: its keys
+# and values were copied, not computed again. In return, no node is ever split. And the name of a block is the same
+# everywhere, so another machine can ask for it ([number 16](16_replicas.py)).
 #
 # ## A hash is not proof
 #
-# Two different blocks can have one hash. By chance that is rare, but who knows the function can search for it, and the
-# price would be high: an answer computed from somebody else's prompt. So an entry of the cache remembers its tokens and
-# its parent's block, and a lookup compares both. Then even the worst of all hash functions can do no harm:
+# Two different blocks can have one hash. By chance that is rare. But somebody who knows the hash function can search
+# for such blocks, and the price would be high: an answer computed from another user's prompt. So an entry of the cache
+# remembers its tokens and its parent's block, and a lookup compares both. Then even the worst hash function does no
+# harm:
 
 # %%
 bad = PrefixCache(block_size=4, allocator=allocator, chain_hash=lambda parent, tokens: 0)
 list(bad.publish(ten, table, num_published=0))
 
-assert bad.match([50, 51, 52, 53, 54]) == ([], 0)  # the hash is there, the tokens are others
-assert bad.match(ten).num_tokens == 4  # only one block can have the one hash: less is found, nothing wrong
+assert bad.match([50, 51, 52, 53, 54]) == ([], 0)  # the hash is there, and the tokens differ
+assert bad.match(ten).num_tokens == 4  # one hash has room for one block: less is found, and nothing wrong
 
 # %% [markdown]
 # ## What must be true of a block that is hit
 #
-# - **Nobody writes into it any more** (exclusive-write). It is full; or the request that filled it has ended.
+# - **No request writes into it** (exclusive-write). A full block has no slot left to write. A block that is not full is
+#   cached only when its request has ended. A request that hits it writes into a copy, or takes it out of the cache
+#   first.
 # - **It has been computed.** It is published after the step that ran its tokens, not when its slots were taken.
-# - **Its tokens and all before them are the request's own** (content): compared, not believed.
-# - **Somebody holds it.** Between requests that is the cache. The moment it is hit, the request holds it too, and it
-#   must be taken off the list of blocks that may be evicted: or the next one in need of room gets it, and overwrites
-#   what a running request reads.
+# - **It has the right tokens, and the right tokens before it** (content). The lookup compares them.
+# - **Somebody holds it.** Between requests the cache does. A request that hits the block takes a reference too, and the
+#   block leaves the list of blocks that may be evicted. Otherwise another request could get it next, and overwrite what
+#   a running request reads.
 #
-# What comes of it where the third does not hold is shown in [the bug museum](../docs/museum/lost_hash.md), by a bug
-# that shipped: wrong keys and values, and no error.
+# [The bug museum](../docs/museum/lost_hash.md) shows a bug that shipped, in which the third does not hold: wrong keys
+# and values, and no error.
 #
 # ## One system prompt, several requests
 #
@@ -157,8 +159,8 @@ assert bad.match(ten).num_tokens == 4  # only one block can have the one hash: l
 #
 # <details><summary>See</summary>
 #
-# **page: 0 tokens, book: 8, shelf: 11, page again: 11** (`cached.values()`). All that is the same, and never all of a
-# prompt.
+# **page: 0 tokens, book: 8, shelf: 11, page again: 11** (`cached.values()`). Each request finds the longest beginning
+# that came before, but never its whole prompt.
 #
 # </details>
 
@@ -193,40 +195,41 @@ for name, num_cached in cached.items():
 assert cached == {"page": 0, "book": 8, "shelf": 11, "page again": 11}
 
 # %% [markdown]
-# Two blocks for the book; two blocks and three quarters of one for the shelf. And for the same question again all but
-# one word are found, because one token has to be run. Both copy the third block, to write their twelfth word. For the
-# shelf it is another word, and the copy is a block of its own. For the page it is the same one: at the end of the step
-# the copy is a twin of a block that is cached already, so the request takes the cached one and gives its own back
-# (*deduplicated*).
+# The book finds two blocks. The shelf finds two blocks and three quarters of a third. The same question again finds all
+# words but one, because one token has to be run. The last two requests both copy the third block, and write their
+# twelfth word into the copy. The shelf's twelfth word is new, so its copy is a new block. The page's twelfth word is
+# the same as before, so its copy holds what the cached block holds. At the end of the step the request takes the cached
+# block and gives its copy back: the block is *deduplicated*.
 #
-# In the stepper, a block that the cache holds names it among its owners. When all four requests run, five hold block 0.
+# The stepper shows the cache among the owners of a block. While all four requests run, block 0 has five holders.
 
 # %%
 run
 
 # %%
 assert holders == 5  # four requests, and the cache
-[twin] = [event for event in run.events if isinstance(event, BlockDeduplicated)]
-print(f"block {twin.own} holds what block {twin.cached} held already, and is given back")
-assert engine.blocks.num_available == 16  # all requests have ended: each block is free, or could be evicted
+[duplicate] = [event for event in run.events if isinstance(event, BlockDeduplicated)]
+print(f"block {duplicate.own} holds what block {duplicate.cached} held already, and is given back")
+assert engine.blocks.num_available == 16  # all requests have ended: each block is free or evictable
 assert engine.blocks.allocator.num_free < 16
 
 # %% [markdown]
 # ## Who has to leave
 #
-# In the end no request holds a block, and yet not all are free: the cache keeps its own. That costs nobody anything,
-# because a block that only the cache holds counts as room. When blocks are needed and too few are free, it gives up
-# those that are not full, then those that were used least recently (*LRU*).
+# In the end no request holds a block, and yet not all blocks are free: the cache keeps some. That makes no request
+# wait, because a block that only the cache holds counts as available. When too few blocks are free, the cache *evicts*
+# such blocks: those that are not full first, then the full ones, the least recently used first (*LRU*). A block is in
+# use as long as a request holds it. So of the full blocks, the one that was released first is evicted first.
 #
-# **Predict.** A pool of 6 blocks. The question about the page has been answered, and the cache has blocks 0 to 3. (The
-# last one has three words. Its request has ended, so nobody will write into it any more, and it is kept like the full
-# ones.) Now an unrelated prompt comes that needs five blocks, so three have to leave. Which, and in which order? All
-# four were released in the same moment.
+# **Predict.** A pool of 6 blocks. The question about the page has been answered, and the cache has blocks 0 to 3. Block
+# 3 is a *partial entry*: it holds three words, and the cache keeps it because its request has ended. Now an unrelated
+# prompt comes that needs five blocks. Two are free, so three have to leave. Which, and in which order? (The request
+# about the page released all four when it ended.)
 #
 # <details><summary>See</summary>
 #
-# **first block 3, then block 2, then block 1** (`evicted[:3]`). Block 3 is not full. Then from the end of the chain:
-# without block 0 nobody could find the others.
+# **first block 3, then block 2, then block 1** (`evicted[:3]`). Block 3 is not full. Of the full ones, the end of the
+# chain goes first: without block 0 nobody could find the others.
 #
 # </details>
 
@@ -249,10 +252,10 @@ assert updates[-1].request_id == "book"
 assert updates[-1].output.num_cached_tokens == 4
 
 # %% [markdown]
-# The leaves of the chain go before their parents: when a request ends, its blocks are released last one first. Had
-# block 0 been given up first, the others would still take room, and nobody could ever find them, since every
-# search begins at the beginning of the chain. So the next question still finds four of its tokens. (Its other blocks
-# take the places of 5, 4 and 3, which the unrelated prompt has left: its leaves first, again.)
+# A request that ends releases its last block first. So children are evicted before their parents. Had block 0 been
+# evicted first, blocks 1 and 2 would still take room, and nobody could find them, since every search begins at the
+# first block. So the question about the book still finds block 0, with four of its tokens. To make room for its other
+# blocks, the cache evicts blocks 5, 4 and 3 of the unrelated prompt: again children before their parents.
 
 # %%
 evicting
@@ -294,12 +297,12 @@ for i, turn in enumerate(turns, start=1):
 Bars(rows, {"found": "lines", "computed": "full"}, unit=" tokens")
 
 # %% [markdown]
-# The conversation grows from turn to turn, and what has to be computed does not: it is the new question, and the last
-# token of the answer before it. The answers are in the blocks as well, since decoding fills blocks like a prompt does.
-# The last block of a turn is hardly ever full. The cache keeps it when the turn has ended, and the next turn takes it
-# over and goes on filling it, without a copy.
+# The conversation grows from turn to turn, but what is computed does not: only the new question, and the last token of
+# the answer before it. The answers are in cached blocks as well, since decoding fills blocks like a prompt does. The
+# last block of a turn is hardly ever full. The cache keeps it as a partial entry when the turn has ended. The next turn
+# takes it over and goes on filling it, without a copy.
 #
-# Nothing of this may change a word. Without a cache, the last turn is answered with the same tokens:
+# The cache must not change a word. Without it, the last turn is answered with the same tokens:
 
 # %%
 plain = LLM(llm.loaded, block_size=16, num_blocks=32, enable_prefix_caching=False)
@@ -309,17 +312,17 @@ assert same.num_cached_tokens == 0
 assert same.outputs[0].token_ids == turns[-1].outputs[0].token_ids
 
 # %% [markdown]
-# A practical consequence: what changes belongs at the end of a prompt. A system prompt that begins with the time of day
-# has its first block changed every minute, and then nothing after it is ever found.
+# A practical consequence: whatever changes belongs at the end of a prompt. If a system prompt begins with the time of
+# day, its first block changes every minute, and nothing after it is found.
 #
 # ## Exercise
 #
 # Two requests with the same prompt arrive at the same moment. When they are admitted, nothing is published yet, so
-# neither can find what the other computes. How many blocks do the two hold right after their first step, and what are
+# neither finds what the other one computes. How many blocks do the two hold right after their first step, and what are
 # the reference counts? Work it out for the question about the page, then look.
 
 # %% tags=["solution"]
-with record("Two of the same at once", model.decode) as twins:
+with record("Two of the same at once", model.decode) as both:
     engine = model.engine(num_blocks=16, block_size=4, enable_prefix_caching=True)
     for name in ("first", "second"):
         engine.add_request(model.encode(f"{SYSTEM} {questions['page']}"), few_words, request_id=name)
@@ -328,10 +331,12 @@ with record("Two of the same at once", model.decode) as twins:
     while engine.has_unfinished_requests():
         engine.step()
 
-assert not [event for event in twins.events if isinstance(event, PrefixReused)]
-assert len([event for event in twins.events if isinstance(event, BlockDeduplicated)]) == 3
+assert not [event for event in both.events if isinstance(event, PrefixReused)]
+assert len([event for event in both.events if isinstance(event, BlockDeduplicated)]) == 3
 print({block: count for block, count in held.items() if count})
 assert [count for count in held.values() if count] == [3, 3, 3]
-# Six blocks are computed and three are held, by both requests and by the cache: the step is paid for twice, the memory
-# only until the blocks are full.
-twins
+# In the first step each request computes the prompt in three blocks of its own, so six blocks are filled: the same work
+# is done twice. At the end of the step the first request publishes its three blocks. The second one takes them and
+# gives its own back. From then on three blocks are held, each by both requests and the cache: the memory is needed
+# once.
+both

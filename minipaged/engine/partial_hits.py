@@ -3,14 +3,15 @@
     cached:     [ 1  2  3  4 ][ 5  6  7  8 ]
     newcomer:   [ 1  2  3  4 ][ 5  6  9 ...       six tokens are found, not four
 
-The newcomer holds the block of 5 and 6 by reference, with two of its slots filled. Its first write is an ordinary
-copy-on-write (paper, section 4.4, Fig. 8). Sometimes it takes the block over instead (`beginning_of`).
+The newcomer takes a reference on the second block, and counts only the first two slots of it. Its first write copies
+the block: an ordinary copy-on-write (paper, section 4.4, Fig. 8). Sometimes it takes the block over instead: the cache
+gives the block up, and the newcomer writes into it (`beginning_of`).
 
-A block that is cached with fewer tokens than it has slots is a *partial entry*: the last block of a request that has
-finished. No hash leads to it. It is found as a child of the block before it, as every cached block is.
+When a request finishes, its last block is rarely full. The cache keeps it as a *partial entry*: a cached block with
+fewer tokens than slots. No hash leads to it. It is found among the children of the block before it.
 
-No more blocks are taken than without partial hits, and admission counts the same: the copy takes the place of a block
-that the newcomer would take anyway.
+A request takes no more blocks than without its partial hit, because the copy takes the place of a block that it would
+take anyway. So admission counts the same blocks with and without partial hits.
 """
 
 from __future__ import annotations
@@ -28,27 +29,36 @@ class Beginning(NamedTuple):
 
     blocks: Sequence[int]
     num_tokens: int
+    """The sequence's tokens in these blocks. Of the last block, they may be only the first ones."""
     source: Literal["cache", "sibling"] = "cache"
+    """Where the blocks come from: the prefix cache, or a sibling (another sequence of the same request)."""
     takes_over: bool = False
-    """Whether the cache gives the last block up to the sequence, which will write into it."""
+    """Whether the cache gives up the last block, so that the sequence may write into it without a copy."""
     num_pinned: int = 0
-    """1 if the last block stops being available until it has been copied, else 0."""
+    """1 if the last block was available, and is not until it has been copied; else 0."""
 
 
 def beginning_of(
     cache: PrefixCache, tokens: Sequence[int], num_spare: int = 0, *, within_block: bool = True
 ) -> Beginning:
-    """Return the cached blocks with which a sequence of these tokens can begin, taking no more blocks than it would
-    without a partial hit.
+    """Return the cached blocks with which a sequence of these tokens can begin.
 
-    The copy takes the place of a block that the sequence would take anyway. But until it is made, its source must stay
-    as it is. A source that sequences hold does that at no cost. A source that only the cache holds counted as
-    available; so one of `num_spare` available blocks that nobody was promised is needed, or the sequence takes the
-    source over. That is possible if no cached block follows it.
+    A partial hit must cost no block. The copy costs none, because it takes the place of a block that the sequence would
+    take anyway. But the source of the copy has to stay as it is until the copy is made. The first of these that is
+    possible is done:
 
-    A sequence that goes on where a partial entry ends takes it over even if blocks are spare: most such sequences are
-    the next turn of a conversation, and the entry will be found again, with more tokens. Until then, another sequence
-    that goes on in the same place finds only the full blocks.
+    1. Sequences hold the source. Then it stays anyway.
+    2. Only the cache holds the source, so it counted as available. A spare block makes up for it until the copy is
+       made (`num_pinned`).
+    3. The sequence takes the source over, if no cached block follows it.
+    4. The sequence begins with the full blocks only.
+
+    A sequence that goes on exactly where a partial entry ends does not use a spare block: it takes the entry over. Most
+    such sequences are the next turn of a conversation. When this turn ends, the block is cached again, with more
+    tokens. Until then, another sequence that goes on in the same place finds only the full blocks.
+
+    num_spare: available blocks that no request was promised.
+    within_block: whether partial hits are allowed.
     """
     blocks, num_tokens = cache.match(tokens)
     shared = num_tokens % cache.block_size
@@ -65,11 +75,16 @@ def beginning_of(
 
 
 def keep(cache: PrefixCache, tokens: Sequence[int], table: BlockTable, allocator: BlockAllocator) -> CachedBlock | None:
-    """Cache the block of the last `tokens` as a partial entry, and return it. The table's sequence has computed these
-    tokens, and is about to end.
+    """Cache the last block of a sequence that is about to end as a partial entry, and return the entry.
 
-    Nothing is cached (None) if that block is full, or if an entry begins with its tokens already; if its parent is not
-    cached, because of a hash collision; or if another sequence holds it too, which may be about to write into it.
+    tokens: all tokens that the sequence has computed. They are in the table's blocks.
+
+    Returns None, and caches nothing, if
+
+    - the block is full;
+    - a cached block after the same parent begins with its tokens already;
+    - its parent is not cached, because of a hash collision;
+    - another sequence holds the block too, and may be about to write into it.
     """
     logical, num_tokens = divmod(len(tokens), cache.block_size)
     parent = table.blocks[logical - 1] if logical else NO_PARENT

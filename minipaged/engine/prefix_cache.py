@@ -9,7 +9,7 @@ Ownership: the cache holds one reference on each cached block, like one more seq
 
 - *in use* while sequences hold it too (reference count 2 or more);
 - *evictable* when only the cache holds it (reference count 1): it counts as available, and is given back when blocks
-  are needed, least recently used first. Those that are not full come before all others, the last released first.
+  are needed, least recently used first. Partial entries come before all others, the last released first.
 
 A holder of a cached block also holds all its cached parents. (`publish` ensures this: it replaces a block that was
 computed twice by the one already cached.) Blocks are released last first, so children are released before their
@@ -132,7 +132,7 @@ class PrefixCache:
         self.children.add(entry)
 
     def redundant(self, block: int) -> int | None:
-        """The partial entry whose tokens this cached block begins with, if there is one."""
+        """The partial entry whose tokens are the beginning of this cached block's, if there is one."""
         return self.children.shorter(self.entry_of[block])
 
     def evict(self, num_blocks: int) -> list[int]:

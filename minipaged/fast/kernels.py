@@ -25,14 +25,14 @@ from minipaged.models.quantized.stored import StoredMatrix
 
 
 class Shared(NamedTuple):
-    """Groups of sequences that begin with the same blocks. A sequence is in one group at most."""
+    """Prefixes that sequences share. Their members are the sequences that begin with them, each with one at most."""
 
     members: Tensor
-    """[members] int32: indices of sequences in the batch, one group after another."""
+    """[members] int32: indices of sequences in the batch, prefix after prefix."""
     starts: Tensor
-    """[groups + 1] int32: group g has the members from starts[g] to starts[g + 1] - 1."""
+    """[prefixes + 1] int32: prefix g has the members from starts[g] to starts[g + 1] - 1."""
     num_tokens: Tensor
-    """[groups] int32: the tokens in the shared blocks, which are full. They come before every member's query."""
+    """[prefixes] int32: the tokens of each prefix. Its blocks are full, and end before every member's query."""
 
 
 class Paged(NamedTuple):

@@ -627,7 +627,7 @@ class FlatBatch:
     """A batch as int32 tensors: the query tokens of all sequences, concatenated.
 
     The decoding sequences come first: those with one query token, including a prompt's last token. The others follow.
-    Both groups keep the batch's order.
+    Both parts keep the batch's order.
     """
 
     tables: Tensor  # [any, max_blocks], the block tables, on the device

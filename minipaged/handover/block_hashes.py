@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 ChainHash = Callable[[int, tuple[int, ...]], int]
 
 NO_HASH = 0
-"""The parent's hash of a sequence's first block."""
+"""Stands where there is no hash: as the parent's hash of a sequence's first block."""
 
 
 def chain_hash(parent: int, tokens: tuple[int, ...]) -> int:

@@ -15,9 +15,9 @@ A new block may raise m. The sums made under the old m are then multiplied by ex
 terms are added. After the last block the result is o / l. Every exponent is at most 0, so nothing overflows, however
 large the scores are. `attend` is this loop for one query. It is here to be read, and tests compare with it.
 
-`paged_attention` is the same loop for a batch. Sequences with the same number of query tokens go through it together:
-all decodes of a batch (one query each) form one such group. In a group the longest context comes first, so that the
-sequences which have a block j are always the first few.
+`paged_attention` is the same loop for a batch. Sequences with the same number of query tokens go through it together,
+such as all that decode (one query each). The longest context comes first, so that the sequences which have a block j
+are always the first few.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ def paged_attention(
     scale = float(scale)  # a NumPy float64 would turn float32 queries, and everything computed from them, into float64
     output = np.empty_like(query)  # [tokens, heads, head_dim]
     for num_queries in set(query_lens.tolist()):
-        group = np.flatnonzero(query_lens == num_queries)  # [S], the sequences with this number of query tokens
-        group = group[np.argsort(-context_lens[group], kind="stable")]  # [S], longest context first
-        tokens = query_start[group, None] + np.arange(num_queries)  # [S, T]
-        output[tokens] = _attend(query[tokens] * scale, kv_cache, layer, tables[group], context_lens[group])
+        seqs = np.flatnonzero(query_lens == num_queries)  # [S], the sequences with this number of query tokens
+        seqs = seqs[np.argsort(-context_lens[seqs], kind="stable")]  # [S], longest context first
+        tokens = query_start[seqs, None] + np.arange(num_queries)  # [S, T]
+        output[tokens] = _attend(query[tokens] * scale, kv_cache, layer, tables[seqs], context_lens[seqs])
     return output
 
 

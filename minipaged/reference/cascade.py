@@ -8,11 +8,11 @@ score m, its sum l of exp(score - m), and its sum o of exp(score - m) × v. Two 
     l = l_a × exp(m_a - m) + l_b × exp(m_b - m)
     o = o_a × exp(m_a - m) + o_b × exp(m_b - m)
 
-So all queries of a group attend to the shared blocks together, each query attends to the rest of its own context, and
-the two parts of each are merged. The result differs by rounding only.
+So all queries behind a shared prefix attend to its blocks together. Then each query attends to the rest of its own
+context, and its two parts are merged. The result differs from one walk by rounding only.
 
-Which blocks are shared is read from the block tables of the step, entry by entry. A reference count is no proof: that a
-block is held three times does not say by whom.
+The block tables of the step, compared entry by entry, say which sequences share which blocks. A reference count does
+not: it is the number of a block's holders, and does not say who they are.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ def merge(a: Part, b: Part) -> Part:
 
 
 def shared_prefixes(block_tables: Array, context_lens: Array, block_size: int) -> list[tuple[Array, int]]:
-    """Return groups of sequences that begin with the same blocks: (their numbers, the number of these blocks). There is
-    one group for each first block; smaller groups that share more are not looked for.
+    """Return the shared prefixes: for each, its members (the sequences that begin with it) and its number of blocks.
+    There is one for each first block. A longer prefix that only some of the members share is not looked for.
 
     block_tables: [seqs, max_blocks]. context_lens: [seqs]. Each sequence has one query, its last token. The block of
     that token is not shared: the step writes into it.
     """
-    groups = []
+    prefixes = []
     for first in np.unique(block_tables[:, 0]):
         members = np.flatnonzero((block_tables[:, 0] == first) & (context_lens > block_size))  # [members]
         if len(members) > 1:
             tables = block_tables[members, : (context_lens[members].min() - 1) // block_size]  # [members, blocks]
             equal = (tables == tables[0]).all(axis=0)  # [blocks]
-            groups.append((members, int(np.logical_and.accumulate(equal).sum())))
-    return groups
+            prefixes.append((members, int(np.logical_and.accumulate(equal).sum())))
+    return prefixes
 
 
 def cascade_attention(

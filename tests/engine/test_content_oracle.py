@@ -197,13 +197,13 @@ class SharedReader(ContentRunner):
     def compute(self, rows: Sequence[GivenRow]) -> np.ndarray:
         tables, decoding = [row.blocks for row in rows], [i for i, row in enumerate(rows) if len(row.token_ids) == 1]
         lens = [len(rows[i].tokens_before) + 1 for i in decoding]
-        for members, num_blocks in self.groups([tables[i] for i in decoding], lens) if decoding else ():
+        for members, num_blocks in self.find_prefixes([tables[i] for i in decoding], lens) if decoding else ():
             for member in members[1:]:
                 first, own = decoding[members[0]], decoding[member]
                 tables[own] = [*tables[first][:num_blocks], *tables[own][num_blocks:]]
         return super().compute([replace(row, blocks=table) for row, table in zip(rows, tables, strict=True)])
 
-    def groups(self, tables: Sequence[list[int]], lens: list[int]) -> list[tuple[list[int], int]]:
+    def find_prefixes(self, tables: Sequence[list[int]], lens: list[int]) -> list[tuple[list[int], int]]:
         padded = np.full((len(tables), max(map(len, tables))), -1, np.int32)
         for row, table in zip(padded, tables, strict=True):
             row[: len(table)] = table
@@ -212,7 +212,7 @@ class SharedReader(ContentRunner):
 
 
 class FastSharedReader(SharedReader):
-    def groups(self, tables: Sequence[list[int]], lens: list[int]) -> list[tuple[list[int], int]]:
+    def find_prefixes(self, tables: Sequence[list[int]], lens: list[int]) -> list[tuple[list[int], int]]:
         width = max(map(len, tables))
         padded = torch.tensor([[*table, *[-1] * (width - len(table))] for table in tables], dtype=torch.int32)
         shared = fast_shared_prefixes(padded, torch.tensor(lens, dtype=torch.int32), self.block_size)
@@ -234,20 +234,20 @@ def test_blocks_are_read_once_only_for_rows_that_begin_with_them(make_runner: ty
             raise
 
 
-right_groups = SharedReader.groups
+right_prefixes = SharedReader.find_prefixes
 
 
 def one_block_more(self: SharedReader, tables: Sequence[list[int]], lens: list[int]) -> list[tuple[list[int], int]]:
     """The block in which the tables differ, too, where all have one."""
     whole = [(length - 1) // self.block_size for length in lens]
-    groups = right_groups(self, tables, lens)
-    return [(members, min(num_blocks + 1, *(whole[i] for i in members))) for members, num_blocks in groups]
+    found = right_prefixes(self, tables, lens)
+    return [(members, min(num_blocks + 1, *(whole[i] for i in members))) for members, num_blocks in found]
 
 
 def by_reference_counts(
     self: SharedReader, tables: Sequence[list[int]], lens: list[int]
 ) -> list[tuple[list[int], int]]:
-    """Groups found as if a block that n sequences hold were held by any n sequences of the batch."""
+    """Prefixes found as if a block that n sequences hold were held by any n sequences of the batch."""
     assert self.engine is not None
     counts = [[self.engine.blocks.allocator.ref_count(block) for block in table] for table in tables]
     common = [i for i, row in enumerate(counts) if row[0] == len(tables) and lens[i] > self.block_size]
@@ -258,7 +258,7 @@ def by_reference_counts(
 def test_the_oracle_finds_a_cascade_over_tables_that_differ_in_one_block(
     wrong: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SharedReader, "groups", wrong)
+    monkeypatch.setattr(SharedReader, "find_prefixes", wrong)
 
     def fails(seed: int) -> bool:
         try:

@@ -24,7 +24,7 @@ from tests.effort import examples
 from tests.fast.test_cpu_one_call import _short_probe, make  # noqa: F401
 
 
-def groups_of(shared: Shared | None) -> list[tuple[list[int], int]]:
+def prefixes_of(shared: Shared | None) -> list[tuple[list[int], int]]:
     if shared is None:
         return []
     members, starts, num_tokens = (each.tolist() for each in shared)
@@ -40,11 +40,11 @@ def groups_of(shared: Shared | None) -> list[tuple[list[int], int]]:
     least=st.integers(1, 20),
 )
 @settings(max_examples=examples(200))
-def test_groups_begin_with_the_same_blocks_and_save_what_can_be_saved(
+def test_members_begin_with_the_same_blocks_and_save_what_can_be_saved(
     tables: list[list[int]], lengths: list[int], least: int
 ) -> None:
     lens = lengths[: len(tables)]
-    found = groups_of(shared_prefixes(torch.tensor(tables).int(), torch.tensor(lens).int(), 4, least=least))
+    found = prefixes_of(shared_prefixes(torch.tensor(tables).int(), torch.tensor(lens).int(), 4, least=least))
     everybody = [member for members, _ in found for member in members]
     assert len(set(everybody)) == len(everybody)
     for members, num_tokens in found:
@@ -54,31 +54,31 @@ def test_groups_begin_with_the_same_blocks_and_save_what_can_be_saved(
         assert (len(members) - 1) * num_tokens >= least
 
     def most(members: list[int], depth: int) -> int:
-        """The most tokens that these save, who begin with the same `depth` blocks: all together, or apart."""
+        """The most tokens saved by members that begin with the same `depth` blocks: all together, or apart."""
         parts: dict[int, list[int]] = {}
         for member in members:
             if (depth + 1) * 4 < lens[member]:
                 parts.setdefault(tables[member][depth], []).append(member)
         return max((len(members) - 1) * depth * 4, sum(most(part, depth + 1) for part in parts.values()))
 
-    all_found = groups_of(shared_prefixes(torch.tensor(tables).int(), torch.tensor(lens).int(), 4))
+    all_found = prefixes_of(shared_prefixes(torch.tensor(tables).int(), torch.tensor(lens).int(), 4))
     assert sum((len(members) - 1) * num_tokens for members, num_tokens in all_found) == most([*range(len(tables))], 0)
 
 
-def test_a_group_is_two_where_that_saves_more() -> None:
+def test_a_prefix_is_two_longer_ones_where_that_saves_more() -> None:
     tables = torch.tensor([[1, 2, 3, 9], [1, 5, 6, 9], [1, 2, 3, 8], [1, 5, 6, 8]], dtype=torch.int32)
     lens = torch.tensor([16, 16, 16, 16], dtype=torch.int32)
-    assert groups_of(shared_prefixes(tables, lens, 4)) == [([0, 2], 12), ([1, 3], 12)]
-    assert groups_of(shared_prefixes(tables, lens - 8, 4)) == [([0, 1, 2, 3], 4)]
+    assert prefixes_of(shared_prefixes(tables, lens, 4)) == [([0, 2], 12), ([1, 3], 12)]
+    assert prefixes_of(shared_prefixes(tables, lens - 8, 4)) == [([0, 1, 2, 3], 4)]
 
 
-def test_a_group_is_split_so_often_and_no_more() -> None:
+def test_members_are_split_a_few_times_and_no_more() -> None:
     """Sequence i leaves the others at block i: each split would be one more call within the others."""
     count = 1200
     blocks = torch.arange(count, dtype=torch.int32)
     own = count + blocks[:, None] * count
     tables = torch.where(blocks[None] < blocks[:, None], blocks[None], own + blocks[None])
-    found = groups_of(shared_prefixes(tables, torch.full((count,), count, dtype=torch.int32), 1))
+    found = prefixes_of(shared_prefixes(tables, torch.full((count,), count, dtype=torch.int32), 1))
     assert [num_tokens for _, num_tokens in found] == [MOST_SPLITS + 1]
     for members, num_tokens in found:
         assert all(torch.equal(tables[members[0], :num_tokens], tables[one, :num_tokens]) for one in members)
@@ -87,7 +87,7 @@ def test_a_group_is_split_so_often_and_no_more() -> None:
 def test_rows_may_be_anybodys() -> None:
     tables = torch.tensor([[9, 9, 9], [3, 5, 7], [9, 9, 9], [3, 5, 8]], dtype=torch.int32)
     rows, lens = torch.tensor([3, 1, 0], dtype=torch.int32), torch.tensor([12, 12, 12], dtype=torch.int32)
-    assert groups_of(shared_prefixes(tables, lens, 4, rows)) == [([0, 1], 8)]
+    assert prefixes_of(shared_prefixes(tables, lens, 4, rows)) == [([0, 1], 8)]
 
 
 # --- The kernel --------------------------------------------------------------------------------------
@@ -142,8 +142,8 @@ def test_shared_blocks_are_read_once_in_the_first_ones_table(dtype: torch.dtype)
     keys, values = torch.randn(2, 40, 2, 16, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
     query = torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
     tables = torch.tensor([[*range(8), i] for i in (8, 9, 10)], dtype=torch.int32)
-    groups = ([0, 1, 2], [0, 3], [128])
-    shared = Shared(*(torch.tensor(each, dtype=torch.int32) for each in groups))
+    prefixes = ([0, 1, 2], [0, 3], [128])
+    shared = Shared(*(torch.tensor(each, dtype=torch.int32) for each in prefixes))
     paged = Paged(keys, values, tables, torch.arange(3).int(), torch.tensor([130, 140, 131], dtype=torch.int32))
     with patch.object(attention, "num_pieces", lambda: 1):
         expected = paged_decode(query, paged, 0.1)
@@ -187,5 +187,5 @@ def test_logits_are_those_of_reading_everything_for_each(
     expected = llama.forward(rows)
     with patch.object(fast_llama, "shared_prefixes", counted):
         found = llama.forward(rows)
-    assert groups_of(taken[0]) == [([0, 1, 2, 3], 128)]
+    assert prefixes_of(taken[0]) == [([0, 1, 2, 3], 128)]
     assert torch.equal(found, expected)

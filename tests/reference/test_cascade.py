@@ -56,8 +56,8 @@ def test_merged_parts_are_the_whole(cut: int) -> None:
 
 def test_sequences_share_the_blocks_with_which_all_of_them_begin() -> None:
     tables = np.array([[3, 5, 7, -1], [1, 5, 7, -1], [3, 5, 8, 2], [3, 5, 8, 4], [1, 5, 7, 6]])
-    groups = shared_prefixes(tables, np.array([9, 12, 16, 16, 13]), 4)
-    assert [(members.tolist(), num_blocks) for members, num_blocks in groups] == [([1, 4], 2), ([0, 2, 3], 2)]
+    prefixes = shared_prefixes(tables, np.array([9, 12, 16, 16, 13]), 4)
+    assert [(members.tolist(), num_blocks) for members, num_blocks in prefixes] == [([1, 4], 2), ([0, 2, 3], 2)]
 
 
 def test_a_block_in_which_tables_differ_ends_what_is_shared() -> None:

@@ -1,11 +1,11 @@
-"""The longest cached prefix first: requests that find their prompt in the prefix cache come in while it is there.
+"""The longest cached prefix first: requests are admitted while their prompt is still in the prefix cache.
 
-Requests behind different long prompts take turns in the order of arrival. Each prompt may then be evicted for the next
-one, and be computed again. With this policy requests behind the same prompt run one after another, and together, so
-that their common blocks are also read together (`reference/cascade.py`).
+In the order of arrival, requests behind different long prompts take turns. Then each prompt may be evicted for the next
+one, and computed again. With this policy, requests behind the same prompt run one after another or together. Those that
+run together also read their shared prefix together (`reference/cascade.py`).
 
-What is cached changes while a request waits, and so does this order. No request starves all the same: whatever is
-cached, a request can overtake only the `MOST` arrivals before it.
+What is cached changes while a request waits, and so does this order. Still no request starves: whatever is cached, a
+request can overtake only the `MOST` arrivals before it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class LongestPrefixFirst(FirstComeFirstServed):
     def admit(
         self, waiting: Sequence[RequestView], running: Sequence[RequestView], num_free: int, tokens_left: int
     ) -> list[str]:
-        """The requests to admit now, of the first `MOST` arrivals from the oldest one that waits. Only these are looked
-        up, because looking up takes time."""
+        """The requests to admit now, of the `MOST` arrivals from the oldest waiting request on. Only these are
+        looked up in the prefix cache, because a look-up takes time."""
         first = min((request.arrival for request in waiting), default=0)
         near = [request for request in waiting if request.arrival < first + self.MOST]
         return super().admit(near, running, num_free, tokens_left)

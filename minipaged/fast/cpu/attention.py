@@ -101,7 +101,7 @@ NOTHING_SHARED: SharedArrays = np.empty(0, np.int32), np.zeros(1, np.int32), np.
 TOGETHER = 16
 """The most sequences that go through shared blocks together. Their queries, sums and weights fit the second cache."""
 AT_LEAST = 4
-"""The fewest sequences into which a group is divided so that all threads have work."""
+"""The fewest members in a chunk, where a prefix's members are divided so that all threads have work."""
 LOWEST = np.float32(-1e30)
 """The largest score before there is any. Minus infinity would not do: `LOWEST - LOWEST` must be 0, not NaN."""
 SCALE_BYTES = 4
@@ -133,7 +133,7 @@ def paged_decode(query: Tensor, paged: Paged, scale: float) -> Tensor:
 
 
 def shared_arrays(shared: Shared | None) -> SharedArrays:
-    """Return the groups of sequences that begin with the same blocks, for compiled code."""
+    """Return the shared prefixes for compiled code."""
     return NOTHING_SHARED if shared is None else tuple(each.numpy() for each in shared)  # type: ignore[return-value]
 
 
@@ -238,8 +238,8 @@ def _divide(context_lens, kv_heads, part_of):
 
 @inner()
 def _chunks(shared, kv_heads, num_pieces):
-    """Divide the groups into chunks [n, 3]: the group, and the first and the end of its members. Each chunk, with each
-    key/value head, is work for one thread."""
+    """Divide the members of the shared prefixes into chunks [n, 3]: the prefix, its first member, and the end. Each
+    chunk, with each key/value head, is work for one thread."""
     _, starts, num_tokens = shared
     chunks = np.empty((starts[-1], 3), np.int64)
     n = 0

@@ -59,9 +59,9 @@ class PrefixCache:
                 break  # another one begins with the tokens of the last
             else:
                 block = blocks[logical]
-                for sibling in list(self._children[parent]):
-                    if own[: len(self._tokens[sibling])] == self._tokens[sibling]:
-                        self._drop(sibling)
+                for child in list(self._children[parent]):
+                    if own[: len(self._tokens[child])] == self._tokens[child]:
+                        self._drop(child)
                 self._add(block, parent, own)
             path.append(block)
             parent = block
@@ -237,12 +237,12 @@ BUGS = {
     ),
     "the shorter one stays: a block that is only the beginning of a new one stays cached": (
         LAST,
-        "                        self._drop(sibling)\n",
+        "                        self._drop(child)\n",
         "                        pass\n",
     ),
-    "the shorter one goes in any case: publish drops all siblings of a new block": (
+    "the shorter one goes in any case: publish drops all children of the new block's parent": (
         FULL,
-        "if own[: len(self._tokens[sibling])] == self._tokens[sibling]:",
+        "if own[: len(self._tokens[child])] == self._tokens[child]:",
         "if True:",
     ),
     "cached twice: the last block is cached although another one begins with its tokens": (

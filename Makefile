@@ -54,7 +54,7 @@ bench: .venv/test
 
 docs: .venv/test
 	$(BIN)/python -m docs.build
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 docs-serve: docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve

@@ -312,7 +312,8 @@ def _moved(link: re.Match[str], source: Path, page: Path) -> str:
     path = target.relative_to(ROOT)
     if path.parts[0] == "minipaged" and path.suffix == ".py":
         module, name = ".".join(path.with_suffix("").parts), link["text"].strip("`")
-        within = f".{name}" if link["text"].startswith("`") and name != module else ""
+        is_within = link["text"].startswith("`") and name != module and not name.endswith(".py")
+        within = f".{name}" if is_within else ""
         return f"[{link['text']}][{module}{within}]"
     place = place_of(path)
     if place.parts[0] == "files":

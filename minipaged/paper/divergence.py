@@ -25,7 +25,7 @@ from minipaged.events import Event, SequenceForked, StepFinished, TokenGenerated
 from minipaged.params import BeamSearchParams
 
 Run = list[list[int]]
-"""A run: [step][survivor] = index of its parent among the survivors of the step before."""
+"""A run: `run[step][survivor]` is the index of its parent among the survivors of the step before."""
 WIDTHS = (2, 4, 6)
 STEPS = 48
 GAP = 5.0

@@ -29,7 +29,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with FileLock(f"{built}.lock"):
         if not built.is_dir():
             environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
-            for command in (["docs.build"], ["mkdocs", "build", "--strict", "--quiet", "--site-dir", str(built)]):
+            # With --quiet, mkdocs forgets its warnings, and --strict refuses nothing.
+            for command in (["docs.build"], ["mkdocs", "build", "--strict", "--site-dir", str(built)]):
                 done = subprocess.run(
                     [sys.executable, "-m", *command], cwd=ROOT, env=environment, capture_output=True, text=True
                 )

@@ -767,6 +767,7 @@ def test_a_package_that_is_not_what_it_was_is_refused(tmp_path: Path, monkeypatc
         ("[x](../assignments/1_block_allocator/handout.md)", "[x](assignments/1_block_allocator/handout.md)"),
         ("[x](../minipaged/reference/block_table.py)", "[x][minipaged.reference.block_table]"),
         ("[`minipaged.llm`](../minipaged/llm.py)", "[`minipaged.llm`][minipaged.llm]"),
+        ("[`minipaged/llm.py`](../minipaged/llm.py)", "[`minipaged/llm.py`][minipaged.llm]"),
         (
             "[`BlockTable.append`](../minipaged/reference/block_table.py)",
             "[`BlockTable.append`][minipaged.reference.block_table.BlockTable.append]",

@@ -15,6 +15,9 @@ so in a loop, and so takes processor time too. Threads that are never kept from 
 processor time a second each. If they take clearly less, some of them did not get a core. On the same machine two
 threads take 1.95 seconds if nobody else wants them (for one request: 1.8), and at most 1.5 if one core is taken.
 
+This is the time of the whole process. So where another Python thread of it computes something else, a lost core may not
+show: the time of that thread is taken for theirs.
+
 That other programs have ended does not show while there are fewer threads. So now and then one more thread is tried.
 """
 

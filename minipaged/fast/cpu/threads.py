@@ -116,6 +116,11 @@ def _current() -> Threads:
     return _threads
 
 
+def most_threads() -> int:
+    """The number of threads that compute where nobody else takes a core: as many as torch's, and as usable cores."""
+    return _current().most
+
+
 def num_pieces() -> int:
     """The number of pieces into which threads divide work whose result depends on the division, in its last bits: the
     threads of a machine that does nothing else, however many there are now."""
@@ -152,7 +157,7 @@ def _computing(throughout: bool) -> Iterator[None]:
 def use_threads() -> None:
     """Let numba and torch compute on all threads for which there are usable cores, in this thread of Python, outside
     `computing` (numba has a number for each). Both then obey OMP_NUM_THREADS."""
-    _set(_current().most)
+    _set(most_threads())
 
 
 def _set(count: int) -> None:

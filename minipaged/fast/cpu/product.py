@@ -101,7 +101,9 @@ class TiledMatrix(Matrix):
                 tile[pairs, : len(part), 0] = part[:, -1]
 
     def rows(self, ids: Tensor) -> Tensor:
-        return self._tiles[ids // ROWS, :, ids % ROWS].flatten(1)[:, : self.shape[1]].to(self._dtype).contiguous()
+        tiles = self._tiles.view(torch.int32) if self.item_bytes == 2 else self._tiles  # copies a pair as one number
+        found = tiles[ids // ROWS, :, ids % ROWS].view(self._tiles.dtype)  # [n, pairs, 2]
+        return found.flatten(1)[:, : self.shape[1]].to(self._dtype).contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
         x, out = x.contiguous(), torch.empty(len(x), self.shape[0], dtype=x.dtype)

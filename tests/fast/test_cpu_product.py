@@ -102,6 +102,28 @@ def test_what_is_no_number_reaches_its_own_token_and_row_only(kind: str, bad: fl
 
 
 @pytest.mark.parametrize("kind", kinds)
+def test_a_sum_adds_the_products_pair_by_pair(kind: str) -> None:
+    """Beside a large number a 1 is lost, unless that number is gone by then."""
+    large, dtype = 2.0**26, KINDS[kind][0]
+    weight = torch.tensor([[1.0, 1.0, 1.0, 1.0], [1.1, 1.1, 1.1, 1.1]])[: 2 if KINDS[kind][1] == 4 else 1].to(dtype)
+    x = torch.tensor([[large, 0, 1, -large], [large, 0, -large, 1], [1, large, -large, 0]], dtype=dtype)
+    second_first = dtype == torch.bfloat16  # in a pair
+    assert tiled(weight)(x)[:, 0].tolist() == [float(second_first), float(not second_first), 0]
+
+
+@pytest.mark.parametrize("kind", kinds)
+def test_subnormal_numbers_count_in_float32_alone(kind: str) -> None:
+    dtype, item_bytes = KINDS[kind]
+    tiny, most = 2.0**-130, 2.0**100
+    weight = torch.tensor([[1.0], [tiny]] + [[1.1]] * (item_bytes == 4)).to(dtype)
+    found = tiled(weight)(torch.tensor([[tiny], [most]], dtype=dtype))[:, :2]
+    counts = dtype == torch.float32
+    assert found.tolist() == [[tiny * counts, 0], [most, most * tiny * counts]]
+    least = torch.tensor([[1.5 * 2.0**-126, -(2.0**-126)]], dtype=dtype)
+    assert tiled(torch.ones(1, 2, dtype=dtype))(least).item() == 2.0**-127 * counts, "nor does a sum"
+
+
+@pytest.mark.parametrize("kind", kinds)
 def test_matrices_are_kept_once_in_the_fewest_bytes_that_lose_nothing(kind: str) -> None:
     sizes, (dtype, item_bytes) = [(96, 64), (33, 5)], KINDS[kind]
     matrices = linears(sizes, [numbers(kind, 0, *size) for size in sizes], [None, None], torch.zeros(1, dtype=dtype))

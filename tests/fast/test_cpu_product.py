@@ -19,6 +19,7 @@ from torch import Tensor
 
 from minipaged.fast.cpu import llama, product
 from minipaged.fast.cpu.llama import DenseMatrix, linears
+from minipaged.fast.cpu.packed import PackedMatrix
 from minipaged.fast.cpu.product import (
     FLOATS_TOGETHER,
     GROUP_BLOCKS,
@@ -30,6 +31,7 @@ from minipaged.fast.cpu.product import (
     can_multiply_tiles,
     num_bytes,
 )
+from tests.fast.test_cpu_packed import q4_1
 
 KINDS = {"bfloat16": (torch.bfloat16, 2), "float32 from bfloat16": (torch.float32, 2), "float32": (torch.float32, 4)}
 """The types of inputs, and the bytes that a weight takes."""
@@ -121,6 +123,33 @@ def test_subnormal_numbers_count_in_float32_alone(kind: str) -> None:
     assert found.tolist() == [[tiny * counts, 0], [most, most * tiny * counts]]
     least = torch.tensor([[1.5 * 2.0**-126, -(2.0**-126)]], dtype=dtype)
     assert tiled(torch.ones(1, 2, dtype=dtype))(least).item() == 2.0**-127 * counts, "nor does a sum"
+
+
+def test_the_loop_over_rows_takes_inputs_that_are_strided() -> None:
+    x, matrix = torch.arange(16.0).view(1, 8, 2)[:, :, 0], DenseMatrix(torch.eye(8), None)
+    assert matrix(x).tolist() == x.tolist()
+
+
+@pytest.mark.parametrize("kind", ["in tiles", "as rows", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inputs_of_another_type_or_width_are_refused(kind: str, dtype: torch.dtype) -> None:
+    """A kernel would read other memory."""
+    weight, matrix = torch.ones(8, 32, dtype=dtype), None
+    if kind == "packed":
+        matrix = PackedMatrix(q4_1((8, 32)), None, dtype)
+    elif kind == "as rows":
+        matrix = DenseMatrix(weight, None)
+    elif can_multiply_tiles(dtype):
+        matrix = tiled(weight)
+    if matrix is None:
+        pytest.skip("this processor has no instructions for tiles")
+    other = torch.bfloat16 if dtype == torch.float32 else torch.float32
+    for tokens in (1, 9):
+        for x in (torch.ones(tokens, 32, dtype=other), torch.ones(tokens, 31, dtype=dtype)):
+            with pytest.raises(ValueError, match=rf"{tokens}, 3[12]\] in {x.dtype}.* pass \[tokens, 32\] in {dtype}"):
+                matrix(x)
+    with pytest.raises(ValueError, match=r"are \[32\] in"):
+        matrix(torch.ones(32, dtype=dtype))
 
 
 @pytest.mark.parametrize("kind", kinds)

@@ -7,6 +7,10 @@ instruction. Elsewhere a library multiplies, which `test_cpu_packed.py` and the 
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -31,6 +35,7 @@ from minipaged.fast.cpu.product import (
     can_multiply_tiles,
     num_bytes,
 )
+from tests.effort import thorough
 from tests.fast.test_cpu_packed import q4_1
 
 KINDS = {"bfloat16": (torch.bfloat16, 2), "float32 from bfloat16": (torch.float32, 2), "float32": (torch.float32, 4)}
@@ -210,3 +215,40 @@ def test_the_product_in_float32_is_compiled_for_arm_without_calls(kind: type[Flo
     lines = target.emit_assembly(binding.parse_assembly(module_of(kind, 6))).splitlines()
     assert sum("fmla" in line for line in lines) >= 2 * 6 * 4  # two inputs, 6 tokens, 4 vectors of 4 rows
     assert not any(line.split()[:1] == ["bl"] for line in lines)
+
+
+@thorough
+def test_a_model_runs_with_vectors_of_256_bits(tiny_model: Path) -> None:
+    """The processor's newer instructions are hidden from numba, oneDNN and torch. Without bfloat16 in oneDNN, the fast
+    tier computes in float32."""
+    has = binding.get_host_cpu_features()
+    if not {"avx2", "fma"} <= {name for name, there in has.items() if there}:
+        pytest.skip("not on this processor")
+    newer = ("avx512", "evex512", "amx", "avx10")
+    features = ",".join(f"{'-' if name.startswith(newer) else '+'}{name}" for name, there in has.items() if there)
+    hidden = {
+        "NUMBA_CPU_NAME": "haswell",
+        "NUMBA_CPU_FEATURES": features,
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+    }
+    code = (
+        "import sys\n"
+        "from minipaged import LLM, SamplingParams\n"
+        "from minipaged.fast.cpu.vectors import HAS_FMA, HAS_VECTORS\n"
+        "prompts, params = [[3, 4, 5], [*range(10, 80)], [7]], SamplingParams(max_tokens=20, ignore_eos=True)\n"
+        "told = [HAS_FMA, HAS_VECTORS]\n"
+        "for tier in ('fast', 'reference'):\n"
+        "    llm = LLM(sys.argv[1], tier=tier, device='cpu', num_blocks=64)\n"
+        "    print([done.outputs[0].token_ids for done in llm.generate(prompts, params, use_tqdm=False)])\n"
+        "    told.append(llm.loaded.tier.dtype)\n"
+        "print(*told)\n"
+    )
+    root = Path(__file__).parent.parent.parent
+    command = [sys.executable, "-c", code, str(tiny_model)]
+    ran = subprocess.run(command, cwd=root, env=os.environ | hidden, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    fast, reference, told = ran.stdout.splitlines()
+    assert told == "True False float32 float32"
+    assert fast == reference
+    assert fast.count(",") == 3 * 20 - 1

@@ -65,7 +65,7 @@ class ParallelTier(FastTier):
             pass  # otherwise all workers would compile them at the same time
         num_ranks = math.prod(sizes)
         where = (str(folder), self.device, self.dtype)
-        num_threads = max(1, torch.get_num_threads() // num_ranks)
+        num_threads = max(1, self.num_threads // num_ranks)
         options = [Options(*where, rank, *sizes, num_threads) for rank in range(num_ranks)]
         workers = RankProcesses(options, self.worker_timeout)
         try:

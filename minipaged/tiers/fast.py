@@ -75,8 +75,18 @@ class FastTier(DeviceTier):
 
         if self.device == "cuda":
             return f"fast tier on {torch.cuda.get_device_name()}: Triton kernels, CUDA graphs, {self.dtype}"
-        threads = torch.get_num_threads()
-        return f"fast tier on cpu ({threads} threads): numba kernels, {self.dtype}"
+        return f"fast tier on cpu ({self.num_threads} threads): numba kernels, {self.dtype}"
+
+    @property
+    def num_threads(self) -> int:
+        """The number of threads that compute: torch's, and on a CPU at most as many as this process may use cores."""
+        import torch
+
+        if self.device == "cuda":
+            return torch.get_num_threads()
+        from minipaged.fast.cpu.threads import most_threads
+
+        return most_threads()
 
     def for_model(self, config: ModelConfig, device: str, dtype: str) -> FastTier:
         problem = self._shape_problem(config) if self.device == "cuda" else None

@@ -7,6 +7,10 @@ instruction. Elsewhere a library multiplies, which `test_cpu_packed.py` and the 
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -19,6 +23,7 @@ from torch import Tensor
 
 from minipaged.fast.cpu import llama, product
 from minipaged.fast.cpu.llama import DenseMatrix, linears
+from minipaged.fast.cpu.packed import PackedMatrix
 from minipaged.fast.cpu.product import (
     FLOATS_TOGETHER,
     GROUP_BLOCKS,
@@ -30,6 +35,8 @@ from minipaged.fast.cpu.product import (
     can_multiply_tiles,
     num_bytes,
 )
+from tests.effort import thorough
+from tests.fast.test_cpu_packed import q4_1
 
 KINDS = {"bfloat16": (torch.bfloat16, 2), "float32 from bfloat16": (torch.float32, 2), "float32": (torch.float32, 4)}
 """The types of inputs, and the bytes that a weight takes."""
@@ -102,6 +109,55 @@ def test_what_is_no_number_reaches_its_own_token_and_row_only(kind: str, bad: fl
 
 
 @pytest.mark.parametrize("kind", kinds)
+def test_a_sum_adds_the_products_pair_by_pair(kind: str) -> None:
+    """Beside a large number a 1 is lost, unless that number is gone by then."""
+    large, dtype = 2.0**26, KINDS[kind][0]
+    weight = torch.tensor([[1.0, 1.0, 1.0, 1.0], [1.1, 1.1, 1.1, 1.1]])[: 2 if KINDS[kind][1] == 4 else 1].to(dtype)
+    x = torch.tensor([[large, 0, 1, -large], [large, 0, -large, 1], [1, large, -large, 0]], dtype=dtype)
+    second_first = dtype == torch.bfloat16  # in a pair
+    assert tiled(weight)(x)[:, 0].tolist() == [float(second_first), float(not second_first), 0]
+
+
+@pytest.mark.parametrize("kind", kinds)
+def test_subnormal_numbers_count_in_float32_alone(kind: str) -> None:
+    dtype, item_bytes = KINDS[kind]
+    tiny, most = 2.0**-130, 2.0**100
+    weight = torch.tensor([[1.0], [tiny]] + [[1.1]] * (item_bytes == 4)).to(dtype)
+    found = tiled(weight)(torch.tensor([[tiny], [most]], dtype=dtype))[:, :2]
+    counts = dtype == torch.float32
+    assert found.tolist() == [[tiny * counts, 0], [most, most * tiny * counts]]
+    least = torch.tensor([[1.5 * 2.0**-126, -(2.0**-126)]], dtype=dtype)
+    assert tiled(torch.ones(1, 2, dtype=dtype))(least).item() == 2.0**-127 * counts, "nor does a sum"
+
+
+def test_the_loop_over_rows_takes_inputs_that_are_strided() -> None:
+    x, matrix = torch.arange(16.0).view(1, 8, 2)[:, :, 0], DenseMatrix(torch.eye(8), None)
+    assert matrix(x).tolist() == x.tolist()
+
+
+@pytest.mark.parametrize("kind", ["in tiles", "as rows", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inputs_of_another_type_or_width_are_refused(kind: str, dtype: torch.dtype) -> None:
+    """A kernel would read other memory."""
+    weight, matrix = torch.ones(8, 32, dtype=dtype), None
+    if kind == "packed":
+        matrix = PackedMatrix(q4_1((8, 32)), None, dtype)
+    elif kind == "as rows":
+        matrix = DenseMatrix(weight, None)
+    elif can_multiply_tiles(dtype):
+        matrix = tiled(weight)
+    if matrix is None:
+        pytest.skip("this processor has no instructions for tiles")
+    other = torch.bfloat16 if dtype == torch.float32 else torch.float32
+    for tokens in (1, 9):
+        for x in (torch.ones(tokens, 32, dtype=other), torch.ones(tokens, 31, dtype=dtype)):
+            with pytest.raises(ValueError, match=rf"{tokens}, 3[12]\] in {x.dtype}.* pass \[tokens, 32\] in {dtype}"):
+                matrix(x)
+    with pytest.raises(ValueError, match=r"are \[32\] in"):
+        matrix(torch.ones(32, dtype=dtype))
+
+
+@pytest.mark.parametrize("kind", kinds)
 def test_matrices_are_kept_once_in_the_fewest_bytes_that_lose_nothing(kind: str) -> None:
     sizes, (dtype, item_bytes) = [(96, 64), (33, 5)], KINDS[kind]
     matrices = linears(sizes, [numbers(kind, 0, *size) for size in sizes], [None, None], torch.zeros(1, dtype=dtype))
@@ -159,3 +215,40 @@ def test_the_product_in_float32_is_compiled_for_arm_without_calls(kind: type[Flo
     lines = target.emit_assembly(binding.parse_assembly(module_of(kind, 6))).splitlines()
     assert sum("fmla" in line for line in lines) >= 2 * 6 * 4  # two inputs, 6 tokens, 4 vectors of 4 rows
     assert not any(line.split()[:1] == ["bl"] for line in lines)
+
+
+@thorough
+def test_a_model_runs_with_vectors_of_256_bits(tiny_model: Path) -> None:
+    """The processor's newer instructions are hidden from numba, oneDNN and torch. Without bfloat16 in oneDNN, the fast
+    tier computes in float32."""
+    has = binding.get_host_cpu_features()
+    if not {"avx2", "fma"} <= {name for name, there in has.items() if there}:
+        pytest.skip("not on this processor")
+    newer = ("avx512", "evex512", "amx", "avx10")
+    features = ",".join(f"{'-' if name.startswith(newer) else '+'}{name}" for name, there in has.items() if there)
+    hidden = {
+        "NUMBA_CPU_NAME": "haswell",
+        "NUMBA_CPU_FEATURES": features,
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+    }
+    code = (
+        "import sys\n"
+        "from minipaged import LLM, SamplingParams\n"
+        "from minipaged.fast.cpu.vectors import HAS_FMA, HAS_VECTORS\n"
+        "prompts, params = [[3, 4, 5], [*range(10, 80)], [7]], SamplingParams(max_tokens=20, ignore_eos=True)\n"
+        "told = [HAS_FMA, HAS_VECTORS]\n"
+        "for tier in ('fast', 'reference'):\n"
+        "    llm = LLM(sys.argv[1], tier=tier, device='cpu', num_blocks=64)\n"
+        "    print([done.outputs[0].token_ids for done in llm.generate(prompts, params, use_tqdm=False)])\n"
+        "    told.append(llm.loaded.tier.dtype)\n"
+        "print(*told)\n"
+    )
+    root = Path(__file__).parent.parent.parent
+    command = [sys.executable, "-c", code, str(tiny_model)]
+    ran = subprocess.run(command, cwd=root, env=os.environ | hidden, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    fast, reference, told = ran.stdout.splitlines()
+    assert told == "True False float32 float32"
+    assert fast == reference
+    assert fast.count(",") == 3 * 20 - 1

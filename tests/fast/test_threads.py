@@ -200,32 +200,92 @@ def test_lost_cores_do_not_show_where_waiting_threads_sleep(
 
 # --- Cores that a process may use --------------------------------------------------------------------
 
-V2 = "0::/pod/one\n"
-V1 = "5:memory:/pod/one\n4:cpu,cpuacct:/pod/one\n"
+V2, V1 = "0::/pod/one\n", "5:memory:/pod/one\n4:cpu,cpuacct:/pod/one\n"
+QUOTA, PERIOD = "cpu.cfs_quota_us", "cpu.cfs_period_us"
+
+
+def line_of(folder: str, kind: str, options: str, top: str = "/") -> str:
+    """A line of /proc/self/mountinfo. `folder`: in the test's own; `top`: the group that it is."""
+    return f"32 31 0:29 {top} ROOT/{folder} rw,relatime shared:9 - {kind} {kind} rw,{options}\n"
+
+
+MOUNTS = (
+    "23 1 8:1 / / rw - ext4 /dev/sda rw\n"
+    + line_of("memory", "cgroup", "memory")
+    + line_of("cpu,cpuacct", "cgroup", "cpu,cpuacct")
+    + line_of("unified", "cgroup2", "nsdelegate")
+    + line_of("elsewhere", "cgroup2", "nsdelegate", "/other")
+)
+
+
+def cores_found(
+    folder: Path, own: str | None, mounts: str | None, files: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> int:
+    """The usable cores of a process that is bound to four, with these control groups."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
+    files = {f"groups/{name}": content for name, content in files.items()}
+    files |= {} if own is None else {"own": own}
+    files |= {} if mounts is None else {"mounts": mounts.replace("ROOT", str(folder / "groups"))}
+    for name, content in files.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content, errors="surrogateescape")
+    return usable_cores(folder / "own", folder / "mounts")
 
 
 @pytest.mark.parametrize(
     ("own", "files", "cores"),
     [
-        (V2, {"pod/one/cpu.max": "150000 100000"}, 2),
-        (V2, {"pod/one/cpu.max": "max 100000", "pod/cpu.max": "100000 100000"}, 1),
-        (V2, {"cpu.max": "20000 100000"}, 1),
-        (V2, {"pod/one/cpu.max": "max 100000"}, 4),
+        (V2, {"unified/pod/one/cpu.max": "150000 100000"}, 2),
+        (V2, {"unified/pod/one/cpu.max": "max 100000", "unified/pod/cpu.max": "100000 100000"}, 1),
+        (V2, {"unified/cpu.max": "20000 100000"}, 1),
+        (V2, {"unified/pod/one/cpu.max": "max 100000"}, 4),
+        (V2, {"elsewhere/cpu.max": "100000 100000"}, 4),
         (V2, {}, 4),
-        (V1, {"cpu,cpuacct/pod/cpu.cfs_quota_us": "300000", "cpu,cpuacct/pod/cpu.cfs_period_us": "100000"}, 3),
-        (V1, {"cpu,cpuacct/pod/cpu.cfs_quota_us": "-1", "cpu,cpuacct/pod/cpu.cfs_period_us": "100000"}, 4),
-        (V1, {"memory/pod/cpu.cfs_quota_us": "100000", "memory/pod/cpu.cfs_period_us": "100000"}, 4),
-        (None, {"cpu.max": "100000 100000"}, 4),
+        (V1, {f"cpu,cpuacct/pod/{QUOTA}": "300000", f"cpu,cpuacct/pod/{PERIOD}": "100000"}, 3),
+        (V1, {f"cpu,cpuacct/pod/{QUOTA}": "-1", f"cpu,cpuacct/pod/{PERIOD}": "100000"}, 4),
+        (V1, {f"memory/pod/{QUOTA}": "100000", f"memory/pod/{PERIOD}": "100000"}, 4),
+        (None, {"unified/cpu.max": "100000 100000"}, 4),
     ],
 )
 def test_a_containers_quota_counts(
     own: str | None, files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
-    for name, content in files.items():
-        file = tmp_path / "cgroup" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(content)
-    if own is not None:
-        (tmp_path / "own").write_text(own)
-    assert usable_cores(tmp_path / "cgroup", tmp_path / "own") == cores
+    assert cores_found(tmp_path, own, MOUNTS, files, monkeypatch) == cores
+    assert usable_cores(tmp_path / "own", tmp_path / "none") == 4, "no folder is known"
+
+
+@pytest.mark.parametrize("folder", ["cpu", "cpu,cpuacct", "cpuacct,cpu", "limits"])
+@pytest.mark.parametrize(("top", "group"), [("/", "pod/one/"), ("/pod", "one/"), ("/pod/one", "")])
+def test_the_controller_of_processor_time_is_found_by_what_is_mounted(
+    folder: str, top: str, group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder has one of several names, and may be the container's own group."""
+    mounts = line_of(folder, "cgroup", "cpuacct,cpu", top)
+    files = {f"{folder}/{group}{QUOTA}": "300000\n", f"{folder}/{group}{PERIOD}": "100000\n"}
+    assert cores_found(tmp_path, V1, mounts, files, monkeypatch) == 3
+
+
+@pytest.mark.parametrize("content", ["", "max", "100000", "one 100000", "100000 0", "-1 100000", "1 2 3", "\udcff 1"])
+def test_a_quota_that_cannot_be_read_is_none(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"unified/pod/one/cpu.max": content, "unified/pod/cpu.max": "200000 100000"}
+    assert cores_found(tmp_path, V2, MOUNTS, files, monkeypatch) == 2, "the other group's counts"
+    del files["unified/pod/cpu.max"]
+    files |= {f"cpu,cpuacct/pod/{QUOTA}": content, f"cpu,cpuacct/pod/{PERIOD}": "0"}
+    assert cores_found(tmp_path / "v1", V1, MOUNTS, files, monkeypatch) == 4
+
+
+@pytest.mark.parametrize(
+    ("own", "mounts"),
+    [(V2, None), (V2, ""), (V2, "nonsense"), (V2, "1 - cgroup2 x rw"), ("", MOUNTS), ("nonsense", MOUNTS)],
+)
+def test_lists_of_groups_that_cannot_be_read_set_no_quota(
+    own: str, mounts: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cores_found(tmp_path, own, mounts, {"unified/cpu.max": "100000 100000"}, monkeypatch) == 4
+
+
+def test_a_name_that_is_no_text_is_as_good_as_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"unified/\udcff/cpu.max": "300000 100000"}
+    mounts = MOUNTS.replace("/dev/sda", "/dev/\udcff")
+    assert cores_found(tmp_path, "0::/\udcff\n", mounts, files, monkeypatch) == 3

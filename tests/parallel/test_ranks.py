@@ -5,19 +5,23 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 import torch
 
 from minipaged.contracts import Runner
+from minipaged.fast.cpu import threads
 from minipaged.fast.cpu.threads import use_threads
 from minipaged.llm import LoadedModel
 from minipaged.models import hub
+from minipaged.parallel import tier as tier_module
+from minipaged.parallel.options import Options
 from minipaged.parallel.tier import ParallelTier
 from minipaged.params import EngineConfig
 from minipaged.steps import LOGITS, Begun, BlockMoves, ChosenToken, Row, StepInput, TableChange
@@ -160,3 +164,24 @@ def test_blocks_on_gpus_are_as_large_as_the_largest_rank_s_and_on_the_host_as_al
         sizes[device] = tier.block_bytes(config, 4), tier.block_bytes(config, 4, on_host=True)
     assert config.num_key_value_heads == 2
     assert sizes == {"cpu": (3 * one_head, 3 * one_head), "cuda": (one_head, 3 * one_head)}
+
+
+def test_ranks_share_the_cores_that_a_container_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has a thread for each core of the machine."""
+    folder, begun = make_tiny_model(tmp_path / "model"), []
+
+    def begin(options: list[Options], timeout: float) -> None:
+        begun.extend(options)
+        raise NotImplementedError
+
+    tier = ParallelTier.over(FastTier.on("cpu", "float32"), 2, 1, worker_timeout=60)
+    monkeypatch.setattr(ParallelTier, "kernels_compiled", lambda tier: nullcontext())
+    monkeypatch.setattr(tier_module, "RankProcesses", begin)
+    monkeypatch.setattr(threads, "usable_cores", lambda: 4)
+    monkeypatch.setattr(threads, "_threads", threads.Threads(0))
+    monkeypatch.setattr(numba.config, "NUMBA_NUM_THREADS", 64)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 32)
+    with pytest.raises(NotImplementedError):
+        tier.load_weights(folder, LoadedModel.load(folder, tier="reference").config)
+    assert [rank.num_threads for rank in begun] == [2, 2]
+    assert "(4 threads)" in tier.description

@@ -31,7 +31,7 @@ from minipaged.fast.cpu.attention import FASTMATH, exponential
 from minipaged.fast.cpu.bfloat16 import array_at, as_array, narrow, widen
 from minipaged.fast.cpu.kernel_cache import inner, kernel, loop
 from minipaged.fast.cpu.packed import PackedMatrix, Room
-from minipaged.fast.cpu.product import ROWS, TiledMatrix, can_multiply_tiles, num_bytes
+from minipaged.fast.cpu.product import ROWS, TiledMatrix, can_multiply_tiles, check_inputs, num_bytes
 from minipaged.fast.kernels import Matrix
 from minipaged.fast.linear import quantizing
 from minipaged.models.quantized.stored import StoredMatrix
@@ -97,12 +97,13 @@ class DenseMatrix(Matrix):
         return self.weight[ids]
 
     def __call__(self, x: Tensor) -> Tensor:
+        check_inputs(x, self.shape[1], self.weight.dtype)
         if len(x) > FEW:
             if self._packed is None:
                 return torch.nn.functional.linear(x, self.weight, self.bias)
             product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
             return product
-        out = torch.empty(len(x), len(self.weight), dtype=x.dtype)
+        x, out = x.contiguous(), torch.empty(len(x), len(self.weight), dtype=x.dtype)
         threads = numba.get_num_threads()
         multiply(x.data_ptr(), len(x), self.address, *self.shape, self._like, threads, out.data_ptr())
         return out if self.bias is None else out.add_(self.bias)

@@ -63,6 +63,7 @@ from torch import Tensor
 from minipaged.fast.cpu.attention import FASTMATH
 from minipaged.fast.cpu.bfloat16 import Array, array_at, as_array, float_of_bits, narrow, widen
 from minipaged.fast.cpu.kernel_cache import inner, kernel
+from minipaged.fast.cpu.product import check_inputs
 from minipaged.fast.cpu.vectors import (
     BITS32,
     BITS64,
@@ -202,7 +203,8 @@ class PackedMatrix(Matrix):
         self._arguments = (layout, like, self._number, np.zeros(1, code)[0])
 
     def __call__(self, x: Tensor) -> Tensor:
-        num_rows = self.shape[0]
+        num_rows, num_inputs = self.shape
+        check_inputs(x, num_inputs, self.dtype)
         out = torch.empty(len(x), num_rows + -num_rows % ROWS, dtype=self.dtype)
         x = x.contiguous()
         _multiply(x.data_ptr(), len(x), out.data_ptr(), numba.get_num_threads(), *self._arguments)

@@ -15,6 +15,9 @@ so in a loop, and so takes processor time too. Threads that are never kept from 
 processor time a second each. If they take clearly less, some of them did not get a core. On the same machine two
 threads take 1.95 seconds if nobody else wants them (for one request: 1.8), and at most 1.5 if one core is taken.
 
+This is the time of the whole process. So where another Python thread of it computes something else, a lost core may not
+show: the time of that thread is taken for theirs.
+
 That other programs have ended does not show while there are fewer threads. So now and then one more thread is tried.
 """
 
@@ -27,7 +30,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from threading import Lock
@@ -113,6 +116,11 @@ def _current() -> Threads:
     return _threads
 
 
+def most_threads() -> int:
+    """The number of threads that compute where nobody else takes a core: as many as torch's, and as usable cores."""
+    return _current().most
+
+
 def num_pieces() -> int:
     """The number of pieces into which threads divide work whose result depends on the division, in its last bits: the
     threads of a machine that does nothing else, however many there are now."""
@@ -149,7 +157,7 @@ def _computing(throughout: bool) -> Iterator[None]:
 def use_threads() -> None:
     """Let numba and torch compute on all threads for which there are usable cores, in this thread of Python, outside
     `computing` (numba has a number for each). Both then obey OMP_NUM_THREADS."""
-    _set(_current().most)
+    _set(most_threads())
 
 
 def _set(count: int) -> None:
@@ -173,36 +181,56 @@ def _shows_lost_cores() -> bool:
 
 
 @cache
-def usable_cores(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+def usable_cores(own: Path = Path("/proc/self/cgroup"), mounts: Path = Path("/proc/self/mountinfo")) -> int:
     """The number of cores that this process may use: those that it is bound to, and within its container's quota. A
     part of a core counts as one."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, math.ceil(min(bound, _quota(cgroups, own))))
+    return max(1, math.ceil(min(bound, _quota(own, mounts))))
 
 
-def _quota(cgroups: Path, own: Path) -> float:
+def _quota(own: Path, mounts: Path) -> float:
     """The seconds of processor time a second that the control groups of this process allow (cgroup v2, `cpu.max`; v1,
-    `cpu.cfs_quota_us`); infinity if they set no limit."""
+    `cpu.cfs_quota_us`); infinity if they set no limit, or none that can be read.
+
+    `own`, `mounts`: the kernel's lists of this process's groups, and of mounted folders.
+    """
     quota = math.inf
-    for line in own.read_text().splitlines() if own.exists() else ():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        root = cgroups / controllers if controllers else cgroups
-        group = root / path.lstrip("/")
-        for folder in (group, *group.parents):
-            quota = min(quota, _quota_of(folder))
-            if folder == root:
-                break
+    with suppress(OSError, ValueError):  # not there, not for us to read, or not as the kernel writes it
+        roots = _roots(mounts)
+        for line in own.read_text(errors="surrogateescape").splitlines():
+            _, controllers, path = line.split(":", 2)
+            version = 2 if not controllers else 1 if "cpu" in controllers.split(",") else 0
+            if version not in roots:
+                continue
+            root, top = roots[version]
+            group = root / path.removeprefix(top).lstrip("/")
+            for folder in (group, *group.parents):
+                quota = min(quota, _quota_of(folder))
+                if folder == root:
+                    break
     return quota
 
 
+def _roots(mounts: Path) -> dict[int, tuple[Path, str]]:
+    """The folder of the control groups that limit processor time, and the group that this folder is, for each version
+    of control groups that is mounted: 1 or 2. (In version 1 it is named "cpu", "cpu,cpuacct", or otherwise.)"""
+    roots: dict[int, tuple[Path, str]] = {}
+    for line in mounts.read_text(errors="surrogateescape").splitlines():
+        mount, _, system = line.partition(" - ")
+        kind, *_, options = system.split(" ")
+        if kind == "cgroup2" or (kind == "cgroup" and "cpu" in options.split(",")):
+            _, _, _, top, folder, *_ = mount.split(" ")
+            roots.setdefault(2 if kind == "cgroup2" else 1, (Path(folder), top))
+    return roots
+
+
 def _quota_of(folder: Path) -> float:
+    """The quota of one control group; infinity if it sets none, or none that can be read."""
     try:
         if (folder / "cpu.max").exists():
-            allowed, period = (folder / "cpu.max").read_text().split()
+            allowed, period = map(int, (folder / "cpu.max").read_text().split())  # no limit: the word "max"
         else:
-            allowed, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
-    except OSError:  # not there, or not for us to read
+            allowed, period = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+    except (OSError, ValueError):
         return math.inf
-    return math.inf if allowed in ("max", "-1") else int(allowed) / int(period)
+    return allowed / period if allowed > 0 and period > 0 else math.inf  # no limit in v1: -1

@@ -9,15 +9,17 @@
     folder         disk floor     files, the least recently used removed
 
 The host pool is the one that swapping uses. A block of it is held by preempted requests, or by the floor, or free.
-Only full blocks move down. Each floor keeps its copy when a block comes back, so evicting it again moves nothing.
+Only full blocks move down, and only those that are evicted for room: a block that a sequence takes over, to write into
+it, does not. Each floor keeps its copy when a block comes back, so evicting it again moves nothing.
 
 *Names.* Block numbers mean nothing across floors, and a hash is no proof. A block is named by a digest of all tokens
 up to its end, chained: digest(name of its parent, its own tokens). A name leads to its parents' tokens too, because
 the disk floor is a KV connector, which takes a block by all tokens up to its end.
 
-*The disk* (`disk_floor.py`) takes and gives bytes. A host block that is dropped is not pinned, so its content is there,
-and is read at once, whatever the device does. A file is read when its request is admitted, and its bytes go with the
-step, as those of other engines do. A disk that fails costs its blocks, and at most a step, but no request.
+*The disk* (`disk_floor.py`) takes and gives bytes. A host block that is dropped is not pinned: the step that filled it
+has been committed. (A GPU copies beside its steps, so reading the block waits for its copies.) A file is read when its
+request is admitted, and its bytes go with the step, as those of other engines do. A disk that fails costs its blocks,
+and at most a step, but no request. One that raises is not asked again.
 
 *Who owns what.* `HostFloor` owns one reference on each host block that it keeps, least recently used first. The
 device's prefix cache does not know it. Preempted requests come first: what the floor keeps counts as available.
@@ -26,7 +28,8 @@ device's prefix cache does not know it. Preempted requests come first: what the 
 `swap_in`. A host block that a promotion reads must not become the destination of a demotion planned after it, or it
 would be overwritten first. So each host block that a move reads or writes is *pinned*: one more reference is held on
 it until the step with that move has been committed (pinned-in-flight). A pinned block is never given back, so it can
-be neither freed nor handed out. If all are pinned, an evicted block is lost, as without a floor.
+be neither freed nor handed out. Where the others do not suffice for all evicted blocks, children are lost before their
+parents.
 
 Device blocks need no pin. The sequence that a block is loaded for holds it. An evicted block may be handed out in the
 same step, because `swap_out` runs before everything that writes.
@@ -51,8 +54,9 @@ so this is one answer for a machine.
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import islice, takewhile
@@ -85,6 +89,8 @@ class BlockName:
     """The block's own tokens."""
     parent: BlockName | None
     """The name of the block before it; None for a sequence's first block."""
+    logical: int
+    """The number of blocks before it."""
 
     def all_tokens(self) -> list[int]:
         """All tokens up to the block's end."""
@@ -100,15 +106,15 @@ def name_of(parent: BlockName | None, tokens: Sequence[int]) -> BlockName:
     """The name of the block with these tokens after its parent."""
     before = parent.digest if parent else b""
     digest = blake2b(before + array("q", tokens).tobytes(), digest_size=DIGEST_BYTES).digest()
-    return BlockName(digest, tuple(tokens), parent)
+    return BlockName(digest, tuple(tokens), parent, parent.logical + 1 if parent else 0)
 
 
-def names_of(tokens: Sequence[int], block_size: int, num_blocks: int) -> list[BlockName]:
-    """The names of the first `num_blocks` blocks of these tokens."""
-    names, name = list[BlockName](), None
+def names_of(tokens: Sequence[int], block_size: int, num_blocks: int) -> Iterator[BlockName]:
+    """Yield the names of the first `num_blocks` blocks of these tokens."""
+    name: BlockName | None = None
     for start in range(0, num_blocks * block_size, block_size):
-        names.append(name := name_of(name, tokens[start : start + block_size]))
-    return names
+        name = name_of(name, tokens[start : start + block_size])
+        yield name
 
 
 class KeptBlock(NamedTuple):
@@ -134,49 +140,52 @@ class HostFloor:
         self._kept: OrderedDict[bytes, KeptBlock] = OrderedDict()  # by the digest of its name
         self._planned: list[int] = []  # pinned by moves of the step being planned, one entry per pin
         self._in_flight: deque[list[int]] = deque()  # the same for each launched step, the oldest first
+        self._pins: Counter[int] = Counter()  # host block -> its pins, planned and in flight
 
     @property
     def held(self) -> Iterable[int]:
         """The host blocks that the floor holds, one entry per reference: those kept, and the pins."""
-        return [*(kept.block for kept in self._kept.values()), *self._pins]
+        return [*(kept.block for kept in self._kept.values()), *self._pins.elements()]
 
     @property
     def num_available(self) -> int:
         """The number of kept blocks that could be given back now."""
-        return len(self._kept) - len({kept.block for kept in self._kept.values()}.intersection(self._pins))
-
-    @property
-    def _pins(self) -> list[int]:
-        return [*self._planned, *(block for step in self._in_flight for block in step)]
+        return sum(kept.block not in self._pins for kept in self._kept.values())
 
     def match(self, names: Iterable[BlockName]) -> list[int]:
         """Return the host blocks with these names, up to the first that is missing. Now they were used last, parents
         after their children, so that no child stays behind its parent."""
-        found = [*takewhile(self._kept.__contains__, (name.digest for name in names))]
-        for digest in reversed(found):
-            self._kept.move_to_end(digest)
-        return [self._kept[digest].block for digest in found]
+        found = [*takewhile(lambda name: name.digest in self._kept, names)]
+        self._used(reversed(found))
+        return [self._kept[name.digest].block for name in found]
 
-    def keep(self, name: BlockName) -> int | None:
-        """Return a pinned host block to fill with the content of this name; None if it is kept already, or if every
-        block of the pool is held."""
-        if name.digest in self._kept:
-            self._kept.move_to_end(name.digest)
-            return None
-        self.give_back(1 - self._allocator.num_free)
-        if not self._allocator.num_free:
-            return None
-        block = self._allocator.allocate()
-        self._kept[name.digest] = KeptBlock(name, block)
-        self.pin([block])
-        return block
+    def keep(self, names: Sequence[BlockName]) -> dict[bytes, int]:
+        """Keep content with these names, the least recently used first, children before parents. Returns the pinned
+        host blocks to fill, by digest; names that are kept already have none. Where there is not room for all, those
+        nearest to their prompts' beginnings are kept: a child without its parents could not be found."""
+        room = self._allocator.num_free + self.num_available
+        if room < len(names):
+            nearest = set(sorted(names, key=lambda name: name.logical)[:room])
+            names = [name for name in names if name in nearest]
+        lacking = {name.digest: name for name in names if name.digest not in self._kept}
+        self._used(names)  # so that none of them is given back for the others
+        self.give_back(len(lacking) - self._allocator.num_free)
+        blocks = dict(zip(lacking, self._allocator.allocate_many(len(lacking)), strict=True))
+        self._kept |= {digest: KeptBlock(name, blocks[digest]) for digest, name in lacking.items()}
+        self._used(names)
+        self.pin(blocks.values())
+        return blocks
+
+    def _used(self, names: Iterable[BlockName]) -> None:
+        for name in names:
+            if name.digest in self._kept:
+                self._kept.move_to_end(name.digest)
 
     def give_back(self, num_blocks: int) -> None:
         """Free the least recently used blocks that are not pinned, at most `num_blocks`."""
         if num_blocks <= 0:
             return
-        pins = set(self._pins)
-        leaving = list(islice((kept for kept in self._kept.values() if kept.block not in pins), num_blocks))
+        leaving = list(islice((kept for kept in self._kept.values() if kept.block not in self._pins), num_blocks))
         below: Collection[KeptBlock] = ()
         try:
             below = self._move_down(leaving)
@@ -196,6 +205,7 @@ class HostFloor:
         for block in blocks:
             self._allocator.share(block)
             self._planned.append(block)
+            self._pins[block] += 1
 
     def launched(self) -> None:
         """Note that the planned moves are on their way."""
@@ -204,16 +214,18 @@ class HostFloor:
 
     def moves_done(self) -> None:
         """End the pins of the oldest step in flight."""
-        self._allocator.free_many(self._in_flight.popleft())
+        done = self._in_flight.popleft()
+        self._pins -= Counter(done)  # without those that are 0 then
+        self._allocator.free_many(done)
 
     def moves_lost(self) -> None:
         """Forget every block that a move not known to be done reads or writes, and end all pins."""
-        pins, self._planned = self._pins, []
-        self._in_flight.clear()
-        unknown = set(pins)
-        for kept in [kept for kept in self._kept.values() if kept.block in unknown]:
+        for kept in [kept for kept in self._kept.values() if kept.block in self._pins]:
             self._drop(kept, "lost")
-        self._allocator.free_many(pins)
+        self._allocator.free_many(self._pins.elements())
+        self._pins.clear()
+        self._planned.clear()
+        self._in_flight.clear()
 
 
 class Disk(KVConnector, Protocol):
@@ -267,14 +279,17 @@ class FlooredBlockManager(BlockManager):
 
     def _make_room(self, num_blocks: int) -> None:
         if self._pays:
-            for block in self.prefix_cache.next_evicted(num_blocks - self.allocator.num_free):
-                self._demote(self.prefix_cache.entry_of[block])
+            evicted = self.prefix_cache.next_evicted(num_blocks - self.allocator.num_free)
+            self._demote([self.prefix_cache.entry_of[block] for block in evicted])
         super()._make_room(num_blocks)
 
-    def _demote(self, entry: CachedBlock) -> None:
-        if len(entry.tokens) == self.block_size and (host := self.floor.keep(self._name(entry))) is not None:
-            self._swap_out.append((entry.block, host))
-            self._emit(BlockDemoted(entry.block, host))
+    def _demote(self, entries: Iterable[CachedBlock]) -> None:
+        names = {self._name(entry): entry.block for entry in entries if len(entry.tokens) == self.block_size}
+        hosts = self.floor.keep([*names])
+        for name, block in names.items():
+            if (host := hosts.get(name.digest)) is not None:
+                self._swap_out.append((block, host))
+                self._emit(BlockDemoted(block, host))
 
     def _name(self, entry: CachedBlock) -> BlockName:
         """The name of a cached block. Its parents are cached too, because children are evicted first."""
@@ -297,16 +312,28 @@ class FlooredBlockManager(BlockManager):
 
     def _move_to_disk(self, leaving: Sequence[KeptBlock]) -> Collection[KeptBlock]:
         """Write host blocks to the disk; returns those that are there now. No move is under way for any of them."""
-        there: list[KeptBlock] = []
+        there: set[KeptBlock] = set()
         if not self._disk or not self._read_host_blocks or not self._disk_pays:
             return there
         for kept in leaving:
-            tokens = kept.name.all_tokens()
-            logical = len(tokens) // self.block_size - 1
-            lacking = self._disk.lacking(tokens, logical, logical + 1)
-            if not lacking or self._disk.store(tokens, {logical: self._read_host_blocks([kept.block])[0]}):
-                there.append(kept)
+            tokens, logical = kept.name.all_tokens(), kept.name.logical
+            with self._asking() as disk:
+                lacking = disk.lacking(tokens, logical, logical + 1)
+            block = self._read_host_blocks([kept.block])[0] if lacking else b""
+            with self._asking() as disk:
+                if not lacking or disk.store(tokens, {logical: block}):
+                    there.add(kept)
         return there
+
+    @contextmanager
+    def _asking(self) -> Iterator[Disk]:
+        """Use the disk. If it raises, it is not asked again, or the same request might fail for ever."""
+        assert self._disk
+        try:
+            yield self._disk
+        except Exception:
+            self._disk = None
+            raise
 
     # --- Up ---------------------------------------------------------------------------------------
 
@@ -318,8 +345,8 @@ class FlooredBlockManager(BlockManager):
             return
         held = self.prefix_cache.match(sequence.tokens).num_tokens // self.block_size
         most = (len(sequence.tokens) - 1) // self.block_size  # one token has to run
-        found = self.floor.match(names_of(sequence.tokens, self.block_size, most)[held:])
-        # A sequence that starts over computes: its step may have failed because of what it loaded.
+        found = self.floor.match(islice(names_of(sequence.tokens, self.block_size, most), held, None))
+        # A sequence that starts over, preempted or not, computes: its step may have failed because of what it loaded.
         stored = [] if sequence.most_computed else self._stored(sequence.tokens, held + len(found), most)
         if not found and not stored:
             return
@@ -353,7 +380,8 @@ class FlooredBlockManager(BlockManager):
         """The logical blocks from `start` on that the disk has, up to the first that is missing or of another size."""
         if not self._disk or not self._disk_pays or start >= stop:
             return []
-        found = self._disk.load(tokens, start, stop)
+        with self._asking() as disk:
+            found = disk.load(tokens, start, stop)
         return list(takewhile(lambda block: len(block) == self._block_bytes, found))
 
     # --- Preempted requests share the host pool ---------------------------------------------------

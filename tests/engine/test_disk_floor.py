@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from minipaged import LLM, SamplingParams
-from minipaged.engine.floors import Disk, FlooredBlockManager, HostFloor
+from minipaged.engine.floors import BlockName, Disk, FlooredBlockManager, HostFloor, KeptBlock
 from minipaged.errors import InvalidRequest, InvariantViolation
 from minipaged.events import BlocksLoaded, HostBlockDropped
 from minipaged.handover.disk_floor import DiskFloor
@@ -224,6 +224,57 @@ def test_a_load_that_always_fails_stops_nobody() -> None:
     assert failed
 
 
+def test_a_disk_that_always_raises_stops_nobody() -> None:
+    """It is not asked again: the request that is being admitted would fail for ever."""
+
+    def load(name: str) -> None:
+        if name == "load":
+            raise Fault(name)
+
+    failed = 0
+    for seed in range(0, 40, 2):
+        disk, prefixes = DiskInMemory(block_size_of(seed)), Prefixes()
+        check(disk_run(seed, disk, prefixes))
+        disk.calls = load
+        run = disk_run(seed, disk, prefixes, late=False)
+        for now in range(1000):
+            try:
+                if not run.advance(now):
+                    break
+            except Fault:
+                failed += 1
+        run.check_outputs()
+        run.check_nothing_leaked()
+        assert not run.engine.has_unfinished_requests()
+    assert 0 < failed <= 20, "once an engine, at most"
+
+
+def test_blocks_of_another_size_are_computed() -> None:
+    for seed in range(0, 40, 2):
+        disk, prefixes = DiskInMemory(block_size_of(seed)), Prefixes()
+        check(disk_run(seed, disk, prefixes))
+        disk.blocks = {key: block[:-1] for key, block in disk.blocks.items()}
+        assert not check(disk_run(seed, disk, prefixes, late=False)).happened["blocks loaded"]
+
+
+def test_a_block_that_the_disk_has_is_not_written_again() -> None:
+    written = 0
+    for seed in range(0, 40, 2):
+        disk, prefixes, keys = DiskInMemory(block_size_of(seed)), Prefixes(), list[Any]()
+        store = disk.store
+
+        def noted(token_ids: Sequence[int], blocks: Mapping[int, bytes]) -> Sequence[int]:
+            keys.extend(disk._key(token_ids, logical) for logical in blocks)  # noqa: B023
+            return store(token_ids, blocks)  # noqa: B023
+
+        disk.store = noted  # type: ignore[method-assign]
+        for _ in range(2):
+            check(disk_run(seed, disk, prefixes))
+        assert len(keys) == len(set(keys))
+        written += len(keys)
+    assert written > 10
+
+
 # --- Planted bugs ---------------------------------------------------------------------------------
 
 
@@ -255,18 +306,14 @@ def test_the_oracle_finds_a_block_that_is_written_to_disk_before_it_has_arrived(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of pinned blocks the content is not there yet."""
-    right = HostFloor.give_back
+    right = HostFloor.keep
 
-    def hasty(self: HostFloor, num_blocks: int) -> None:
-        planned, flight, self._planned, in_flight = self._planned, self._in_flight, [], list(self._in_flight)
-        flight.clear()
-        try:
-            right(self, num_blocks)
-        finally:
-            self._planned = planned
-            flight.extend(in_flight)
+    def hasty(self: HostFloor, names: Sequence[BlockName]) -> dict[bytes, int]:
+        blocks = right(self, names)
+        self._move_down([KeptBlock(name, blocks[name.digest]) for name in names if name.digest in blocks])
+        return blocks
 
-    monkeypatch.setattr(HostFloor, "give_back", hasty)
+    monkeypatch.setattr(HostFloor, "keep", hasty)
     find_a_failure()
 
 

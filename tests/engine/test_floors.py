@@ -15,10 +15,12 @@ import pytest
 from minipaged import LLM, SamplingParams
 from minipaged.engine import floors
 from minipaged.engine.floors import FlooredBlockManager, HostFloor
+from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.errors import InvalidRequest, InvariantViolation
 from minipaged.events import BlockDemoted, BlocksPromoted, HostBlockDropped
 from minipaged.params import EngineConfig
 from minipaged.replay.state import State
+from minipaged.scheduling import RequestView, Way
 from minipaged.setup.settings import Settings
 from minipaged.steps import BlockMoves
 from minipaged.testing.content_runner import ContentRunner
@@ -136,13 +138,58 @@ def test_no_child_stays_on_the_floor_behind_its_parent() -> None:
     dropped: list[Any] = []
     floor = HostFloor(allocator, dropped.append, lambda leaving: ())  # type: ignore[arg-type]
     parent, child = floors.names_of(range(8), 4, 2)
-    blocks = [floor.keep(name) for name in (child, parent)][::-1]
+    blocks = [*floor.keep([child, parent]).values()][::-1]
     floor.launched()
     floor.moves_done()
     assert floor.match([parent, child]) == blocks
     floor.give_back(1)
     assert [event.host_block for event in dropped] == [blocks[1]]
     assert floor.match([parent, child]) == [blocks[0]]
+
+
+@pytest.mark.parametrize(("num_swap_blocks", "found"), [(3, 12), (6, 24), (7, 24)])
+def test_of_more_blocks_than_the_floor_has_the_beginning_of_a_prompt_is_kept(num_swap_blocks: int, found: int) -> None:
+    """One step evicts six full blocks. A child without its parents could not be found."""
+    served = Served(num_blocks=8, num_swap_blocks=num_swap_blocks, max_num_batched_tokens=64, **TIER)
+    first = range(20, 45)
+    served.serve(first)
+    served.serve(range(49, 20, -1))
+    assert len(served.of(BlockDemoted)) == found // 4
+    assert served.serve(first).num_cached_tokens == found
+
+
+def test_a_block_that_moves_down_again_is_used() -> None:
+    """So another one leaves the floor first."""
+    dropped: list[Any] = []
+    floor = HostFloor(REFERENCE.block_allocator(2), dropped.append, lambda leaving: ())  # type: ignore[arg-type]
+    one, two, three = (floors.name_of(None, [token]) for token in (1, 2, 3))
+    blocks = floor.keep([one, two])
+    for names in ([one], [three]):
+        floor.launched()
+        floor.moves_done()
+        floor.keep(names)
+    assert [event.host_block for event in dropped] == [blocks[two.digest]]
+    assert floor.num_available == 1, "the new one is pinned"
+
+
+def test_a_swap_is_offered_the_host_blocks_that_the_floor_would_give_back() -> None:
+    offered: list[int] = []
+
+    class Asks(FirstComeFirstServed):
+        def way_back(self, victim: RequestView, num_host_blocks: int) -> Way:
+            offered.append(num_host_blocks)
+            return super().way_back(victim, num_host_blocks)
+
+    sizes = {"num_blocks": 12, "num_swap_blocks": 9, "block_size": 4, "max_model_len": 48, "vocab_size": 50}
+    config = EngineConfig(**sizes, **TIER, preemption="auto", debug=True)
+    run = WorkloadRun(Workload(config, (), swap_is_cheap=True), policy=Asks)
+    for prompts in ([range(1, 14)], [range(5, 36)], [range(30, 43), range(31, 44)]):
+        for prompt in prompts:
+            run.engine.add_request([*prompt], SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
+        while run.engine.has_unfinished_requests():
+            run.engine.step()
+    assert run.happened["block demoted"]
+    assert offered == [9], "kept blocks count too"
 
 
 def test_where_computing_is_faster_nothing_is_moved() -> None:

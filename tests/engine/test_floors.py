@@ -14,7 +14,7 @@ import pytest
 
 from minipaged import LLM, SamplingParams
 from minipaged.engine import floors
-from minipaged.engine.floors import FlooredBlockManager, HostFloor
+from minipaged.engine.floors import BlockName, FlooredBlockManager, HostFloor
 from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.errors import InvalidRequest, InvariantViolation
 from minipaged.events import BlockDemoted, BlocksPromoted, HostBlockDropped
@@ -159,17 +159,27 @@ def test_of_more_blocks_than_the_floor_has_the_beginning_of_a_prompt_is_kept(num
 
 
 def test_a_block_that_moves_down_again_is_used() -> None:
-    """So another one leaves the floor first."""
+    """So another one leaves the floor first: for the blocks that move down with it, and later its own children."""
     dropped: list[Any] = []
-    floor = HostFloor(REFERENCE.block_allocator(2), dropped.append, lambda leaving: ())  # type: ignore[arg-type]
+    floor = HostFloor(REFERENCE.block_allocator(3), dropped.append, lambda leaving: ())  # type: ignore[arg-type]
+    parent, child = floors.names_of(range(8), 4, 2)
     one, two, three = (floors.name_of(None, [token]) for token in (1, 2, 3))
-    blocks = floor.keep([one, two])
-    for names in ([one], [three]):
+    blocks: dict[bytes, int] = {}
+
+    def keep(*names: BlockName) -> list[int]:
+        """Keep them, and return the blocks that had to leave."""
+        dropped.clear()
+        blocks.update(filled := floor.keep(names))
+        assert floor.num_available == len([*floor.held]) - 2 * len(filled), "what is filled is kept and pinned"
         floor.launched()
         floor.moves_done()
-        floor.keep(names)
-    assert [event.host_block for event in dropped] == [blocks[two.digest]]
-    assert floor.num_available == 1, "the new one is pinned"
+        return [event.host_block for event in dropped]
+
+    assert keep(parent, one, two) == []
+    assert keep(child, parent) == [blocks[one.digest]]
+    assert keep(one) == [blocks[two.digest]]
+    assert keep(two) == [blocks[child.digest]]
+    assert keep(three) == [blocks[parent.digest]]
 
 
 def test_a_swap_is_offered_the_host_blocks_that_the_floor_would_give_back() -> None:

@@ -77,8 +77,8 @@ def serve(engine, turns):
 #
 # <details><summary>See</summary>
 #
-# **4 in the small pool, 15 in the large one** (`small["A2"], large["A2"]`). When a chat comes back, two others have been
-# served since. Only the four words that all have in common are left.
+# **4 in the small pool, 15 in the large one** (`small["A2"], large["A2"]`). When a chat comes back, two others have
+# been served since. Only the four words that all have in common are left.
 #
 # </details>
 
@@ -98,9 +98,9 @@ assert [large[turn] for turn in TURNS[3:]] == [15, 15, 15]
 assert again == 33
 
 # %% [markdown]
-# In a pool of 24 blocks nothing has to leave. But the device's memory is what a service has least of. The host has ten
-# times as much, and a disk a hundred times. So an evicted block could be *copied* there first. It becomes a cache with
-# floors:
+# In a pool of 24 blocks nothing has to leave. But the device's memory is what a service has least of. The host often
+# has several times as much, and a disk far more. So an evicted block could be *copied* there first. That is a cache
+# with floors:
 #
 #     device pool   prefix cache     what is used now, and what was used lately
 #                     │ demote   ▲
@@ -175,9 +175,9 @@ print(f"{own} names of own tokens, {chained} chained ones")
 # %% [markdown]
 # ## A floor by hand
 #
-# A floor is a dictionary from names to pages of the slower memory, and a rule for who has to leave: the page that was
-# used longest ago. A Python dictionary keeps its entries in the order in which they were put in. So to use an entry is
-# to take it out and put it in again, and the first entry is the oldest.
+# A floor is a dictionary from names to pages of the slower memory, and a rule for which page has to leave: the one that
+# was used longest ago. A Python dictionary keeps its entries in the order in which they were put in. So to use an entry
+# is to take it out and put it in again, and the first entry is the oldest.
 
 # %%
 from itertools import takewhile
@@ -236,9 +236,9 @@ device[0], device[1] = "B2", "B3"  # computed in this step, after the moves
 print("down:", down, "; device:", device, "; shelf:", host)
 
 assert host == ["A2", "A1"]
-fills = {"device": "lines", "host": "dots"}
+fills = {"on the device": "lines", "on the shelf": "dots"}
 Cells(
-    [("device", [(name, "device") for name in device]), ("shelf", [(name, "host") for name in host])],
+    [("device", [(name, "on the device") for name in device]), ("shelf", [(name, "on the shelf") for name in host])],
     fills,
 )
 
@@ -275,7 +275,7 @@ move(device, host, down, up)
 print("down:", down, "; up:", up, "; device:", device)
 
 Cells(
-    [("device", [(name, "device") for name in device]), ("shelf", [(name, "host") for name in host])],
+    [("device", [(name, "on the device") for name in device]), ("shelf", [(name, "on the shelf") for name in host])],
     fills,
 )
 
@@ -413,8 +413,8 @@ assert not {host for _, host in down} & {host for host, _ in up}  # which pins h
 #
 # <details><summary>See</summary>
 #
-# **yes** (`carrying < computing`). Swapping is out and in. Of a floor a request waits for one way only: what moves down
-# does so beside another step.
+# **yes** (`carrying < computing`). Swapping is out and in. With a floor, a request waits for one way only: what moves
+# down does so beside another step.
 #
 # </details>
 
@@ -434,8 +434,8 @@ assert swap_seconds(costs, 1) > computing
 # %% [markdown]
 # What does it depend on? A larger model takes more operations for a token, and they grow faster than the bytes. On an
 # H200 this project has measured 786 TFLOP/s for a large product, and 55.5 GB/s from the host, by PCIe 5
-# ([measurements](../docs/gpu.md)). Counted are only the products with the weights, at that speed. Real prefill is
-# slower, so a real floor pays more than this.
+# ([measurements](../docs/gpu.md)). The figures below count only the products with the weights, at that speed. Real
+# prefill is slower, so a real floor pays more than this.
 #
 # **Predict.** The same GPU, four models, from 0.135 to 70 billion parameters. For how many of them is the host faster
 # than computing?
@@ -478,7 +478,7 @@ Bars(
 )
 
 # %% [markdown]
-# Move the sliders (in the notebook change the numbers).
+# Move the sliders, or in the notebook change the numbers. A block has 16 tokens.
 #
 # - From which speed of the link on does the host pay for a model of 8 billion parameters?
 # - What do heads that share keys and values do? Keys and values in 8 bits?
@@ -507,8 +507,8 @@ carry_us, compute_us = 1e6 * carry_seconds(chosen, 1), 1e6 * recompute_seconds(c
 better = "the floor pays" if carry_us < compute_us else "computing is faster"
 Bars(
     [
-        (f"{parameters / 1e9:.1f} billion parameters: {better}", [("compute", round(compute_us, 1))]),
-        ("a block of 16 tokens", [("carry", round(carry_us, 1))]),
+        (f"a block, {parameters / 1e9:.1f} billion parameters", [("compute", round(compute_us, 1))]),
+        (better, [("carry", round(carry_us, 1))]),
     ],
     {"compute": "full", "carry": "lines"},
     unit=" µs",

@@ -28,7 +28,8 @@ const held = (state, host) =>
 const look = (fold) => (n) => {
   const state = fold.at(n);
   return {
-    step: state.step, waiting: state.waiting, running: state.running, cached: Object.fromEntries(state.cached),
+    step: state.step, waiting: state.waiting, running: state.running,
+    cached: Object.fromEntries(state.cached), floor: Object.fromEntries(state.floor),
     sizes: [state.pool.num_blocks, state.pool.num_swap_blocks, state.pool.block_size],
     device: held(state, false), host: held(state, true),
     sequences: Object.fromEntries([...state.sequences].map(([id, s]) => [id, {
@@ -86,6 +87,7 @@ def _look(state: State) -> dict[str, Any]:
         "waiting": [request.name for request in state.waiting],
         "running": [request.name for request in state.running],
         "cached": {str(block): list(tokens) for block, tokens in state.cached.items()},
+        "floor": {str(block): list(tokens) for block, tokens in state.demoted.items()},
         "sizes": [state.device.num_blocks, state.host.num_blocks, state.block_size],
         "device": {str(block): sorted(holders) for block, holders in state.device.holders.items()},
         "host": {str(block): sorted(holders) for block, holders in state.host.holders.items()},

@@ -78,6 +78,13 @@ WATCHED: dict[str, tuple[str, ...]] = {
         "BlockManager.swap_in",
         "BlockManager._move",
     ),
+    "engine/floors.py": (
+        "FlooredBlockManager.load",
+        "FlooredBlockManager._demote",
+        "HostFloor.keep",
+        "HostFloor.give_back",
+        "HostFloor._drop",
+    ),
     "engine/prefix_cache.py": (
         "PrefixCache.match",
         "PrefixCache.publish",
@@ -121,7 +128,7 @@ ANCHORS: dict[str, tuple[Anchor, ...]] = {
     ),
     "block_copied": (("BlockAllocator.copy_on_write", "self._ref_counts[block] -= 1"),),
     "prefix_reused": (("BlockTable.adopt", "self._blocks = list(blocks)"),),
-    "blocks_promoted": (("BlockTable.append", "self._blocks += new"),),
+    "blocks_promoted": (("FlooredBlockManager.load", "self._swap_in += pairs"),),
     "blocks_loaded": (("BlockTable.append", "self._blocks += new"),),
     "sequence_forked": (("BlockTable.fork", "child.adopt(self._blocks)"),),
     "blocks_freed": (("BlockAllocator.free", "self._ref_counts[block] -= 1"),),
@@ -129,6 +136,8 @@ ANCHORS: dict[str, tuple[Anchor, ...]] = {
     "swapped_in": (("BlockTable.relocate", "self._blocks = list(blocks)"),),
     "block_cached": (("PrefixCache.add", "self.entry_of[entry.block] = entry"),),
     "block_deduplicated": (("BlockTable.replace", "self._blocks[logical_block] = block"),),
+    "block_demoted": (("FlooredBlockManager._demote", "self._swap_out.append("),),
+    "host_block_dropped": (("HostFloor._drop", "self._allocator.free(kept.block)"),),
     "block_evicted": (("PrefixCache.drop", "self._allocator.free(block)"),),
     "token_generated": (
         ("_attend", "o[:s, :, r:] = "),  # if the model has any attention

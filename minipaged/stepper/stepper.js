@@ -22,6 +22,7 @@
     running: [],
     finished: [], // {request, id, tokens, prompt, reason}
     cached: new Map(), // block -> the tokens in it
+    floor: new Map(), // host block that the floor below the prefix cache keeps -> the tokens in it
   });
 
   const move = (state, request, from, to) => {
@@ -108,11 +109,13 @@
     },
     block_deduplicated: (state, e) => { state.sequences.get(e.sequence).table[e.logical_block] = e.cached; },
     block_evicted: (state, e) => { state.cached.delete(e.block); },
+    block_demoted: (state, e) => { state.floor.set(e.host_block, state.cached.get(e.block)); },
+    host_block_dropped: (state, e) => { state.floor.delete(e.host_block); },
   };
 
   const copied = (state) => ({
     ...state, arrivals: [...state.arrivals], waiting: [...state.waiting], running: [...state.running],
-    finished: [...state.finished], cached: new Map(state.cached),
+    finished: [...state.finished], cached: new Map(state.cached), floor: new Map(state.floor),
     sequences: new Map([...state.sequences].map(([id, s]) => [id, {...s, tokens: [...s.tokens], table: [...s.table]}])),
   });
   /** Apply one event. An impossible one (of a faulty part) changes nothing. */
@@ -192,7 +195,7 @@
   const shownOf = (finished) => finished.filter((s) => s.reason !== "dropped").slice(-MOST_FINISHED);
   const MARKS = {sequence_forked: "fork", block_copied: "copy", request_preempted: "preemption", request_finished: "end"};
   const OF_INTEREST = new Set(["sequence_forked", "block_copied", "request_preempted", "swapped_out", "swapped_in",
-    "prefix_reused", "blocks_loaded", "blocks_promoted", "block_deduplicated", "block_evicted", "request_refused", "blocks_freed", "step_failed",
+    "prefix_reused", "blocks_loaded", "blocks_promoted", "block_deduplicated", "block_demoted", "block_evicted", "request_refused", "blocks_freed", "step_failed",
     "broken_here"]);
 
   /** The table entries for each block of one pool: block -> [{id, logical}]. */
@@ -260,6 +263,9 @@
     swapped_in: (e) => [e.pairs.map(([from, to]) => [`host ${from}`, `block ${to}`]), "in"],
     block_deduplicated: (e) => [[[`block ${e.own}`, `block ${e.cached}`]], "same"],
     block_evicted: (e) => [[[`block ${e.block}`, null]], "evicted"],
+    block_demoted: (e) => [[[`block ${e.block}`, `host ${e.host_block}`]], "down"],
+    blocks_promoted: (e) => [e.pairs.map(([from, to]) => [`host ${from}`, `block ${to}`]), "up"],
+    host_block_dropped: (e) => [[[`host ${e.host_block}`, null]], "dropped"],
   };
   const SHAPES = { // marks on the timeline, around 0, 0
     fork: "M-4-4L0 0L4-4M0 0V5", copy: "M-4-4H2V2H-4ZM-1-1H5V5H-1Z", preemption: "M-4-4L4 4M4-4L-4 4", end: "M-3-5H1V5H-3",
@@ -426,6 +432,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       for (const e of this.events) {
         const taken = e.event === "blocks_loaded" ? e.blocks : e.new_blocks ?? (e.destination === undefined ? [] : [e.destination]);
         for (const block of taken) this.used.false.add(block);
+        if (e.event === "block_demoted") this.used.true.add(e.host_block);
         for (const [from, to] of e.pairs ?? []) {
           const back = e.event !== "swapped_out";
           if (e.request) this.used[back].add(from);
@@ -755,8 +762,9 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       const total = host ? num_swap_blocks : num_blocks;
       const now = holders(after, host);
       const then = before.pool ? holders(before, host) : new Map();
-      const cached = (state, block) => !host && state.cached.has(block);
-      const held = new Set([...now.keys(), ...(host ? [] : after.cached.keys())]);
+      const kept = (state) => host ? state.floor : state.cached; // by the prefix cache, or by the floor below it
+      const cached = (state, block) => kept(state).has(block);
+      const held = new Set([...now.keys(), ...kept(after).keys()]);
       // A small pool is shown whole; a large one without blocks that the run never holds.
       const shown = total <= 64 ? [...Array(total).keys()] : [...this.used[host]].sort((a, b) => a - b);
       const small = shown.length > 24;
@@ -768,7 +776,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
         const sequences = [...new Set(who.map((h) => h.id))];
         // A holder may share only the first tokens of a block.
         const contents = (state, who) => [...who.map((h) => blockTokens(state, state.sequences.get(h.id), h.logical)),
-          cached(state, block) ? state.cached.get(block) : []].reduce((most, tokens) => tokens.length > most.length ? tokens : most);
+          cached(state, block) ? kept(state).get(block) : []].reduce((most, tokens) => tokens.length > most.length ? tokens : most);
         const tokens = contents(after, who);
         const old = then.get(block) ?? [];
         const oldTokens = contents(before, old);
@@ -782,7 +790,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
           const many = sequences.length > most ? sequences.slice(most - 1) : [];
           const owners = [...sequences.slice(0, sequences.length - many.length).map(chip),
             many.length ? make("b", {class: "chip", title: many.map(letterOf).join(" ")}, `+${many.length}`) : null,
-            cached(after, block) ? make("b", {class: "chip cache"}, "cache") : null];
+            cached(after, block) ? make("b", {class: "chip cache"}, host ? "floor" : "cache") : null];
           owners.push(...was.map((id) => make("b", {class: "chip gone", "aria-hidden": "true"}, letterOf(id))));
           const shownTokens = gone ? oldTokens : tokens;
           const slots = small || size > 8 ? make("span", {class: "fill", title: `${tokens.length} of ${size} slots filled`},

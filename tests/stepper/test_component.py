@@ -72,6 +72,35 @@ def test_every_step_of_a_random_run_can_be_drawn_forward_and_back(
         assert not re.search(r"undefined|NaN|null", " ".join(sentences[0]))
 
 
+def test_what_the_floor_below_the_prefix_cache_keeps_is_shown_in_the_host_pool(
+    visiting: Visiting, tmp_path: Path
+) -> None:
+    model = Storyteller(["a b c d e f", "A B C D E F"])
+    with record("A floor", model.decode) as run:
+        engine = model.engine(
+            num_blocks=3, num_swap_blocks=4, block_size=2, enable_prefix_caching=True, kv_cache_tiers=("host",)
+        )
+        for prompt in ("a b c d e", "A B C D E", "a b c d e"):
+            engine.add_request(model.encode(prompt), SamplingParams(temperature=0, max_tokens=1))
+            while engine.has_unfinished_requests():
+                engine.step()
+    names = [event.name for event in run.events]
+    assert {"block_demoted", "blocks_promoted"} <= {*names}
+    (tmp_path / "run.html").write_text(run.page())
+    with visiting(tmp_path / "run.html") as watched:
+        look = """(n) => {
+          const stepper = document.querySelector("paged-stepper");
+          stepper.go(n);
+          return [stepper.cells().get("host 0").querySelector(".who").textContent.trim(), stepper.moved()[1]];
+        }"""
+        down, up = names.index("block_demoted") + 1, names.index("blocks_promoted") + 1
+        assert [watched.page.evaluate(look, n) for n in (down - 1, down, up)] == [
+            ["", ""],
+            ["floor", "down"],
+            ["floor", "up"],
+        ]
+
+
 def test_a_note_stands_behind_the_sentence_of_its_step_and_of_no_other(opened: Any) -> None:
     say = opened.locator(".say")
     opened.get_by_role("slider").fill("2")

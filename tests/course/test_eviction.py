@@ -12,7 +12,7 @@ import pytest
 
 from minipaged.course.assignments.eviction.checks import ASSIGNMENT, BETTER, NEARLY_OURS, NUM_PROMPTS
 from minipaged.course.assignments.eviction.mutants import IN_ORDER, OURS, SEEDED
-from minipaged.course.assignments.eviction.ours import Ours
+from minipaged.course.assignments.eviction.ours import OurEviction
 from minipaged.course.assignments.eviction.yardsticks import shares
 from minipaged.course.grader.assignment import GradeStatus
 from minipaged.course.grader.handouts import folder_of
@@ -125,7 +125,7 @@ def test_the_least_recently_used_policy_gets_the_points_for_that_and_is_told_the
 def test_the_handout_has_the_numbers_of_the_grade() -> None:
     handout = " ".join((folder_of("eviction") / "handout.md").read_text().split())
     least, most = shares(0, NUM_PROMPTS)
-    ours = serve(prompts(0, NUM_PROMPTS), Ours(DEVICE_BLOCKS, HOST_BLOCKS))
+    ours = serve(prompts(0, NUM_PROMPTS), OurEviction(DEVICE_BLOCKS, HOST_BLOCKS))
     assert f"With seed 0 they save {100 * least:.1f} % and {100 * most:.1f} %." in handout
     assert (BETTER, NEARLY_OURS) == (0.2, 0.4)
     for way in (0.0, BETTER, NEARLY_OURS):
@@ -143,7 +143,7 @@ def test_right_policies_get_all_points_whatever_is_drawn() -> None:
     exec(IN_ORDER, made)
     for seed in range(min(20, examples(6))):
         least, most = shares(seed, NUM_PROMPTS)
-        for kind in (Ours, made["Eviction"]):
+        for kind in (OurEviction, made["Eviction"]):
             saved = serve(prompts(seed, NUM_PROMPTS), kind(DEVICE_BLOCKS, HOST_BLOCKS))
             assert least + NEARLY_OURS * (most - least) < saved < most, seed
 
@@ -152,7 +152,7 @@ def test_right_policies_get_all_points_whatever_is_drawn() -> None:
 
 
 def test_seconds_are_those_of_blocks_computed_and_carried() -> None:
-    policy: EvictionPolicy = Ours(2, 1)
+    policy: EvictionPolicy = OurEviction(2, 1)
     cache = FlooredCache(policy, 2, 1)
     cache.begin([0, 1])  # computed: 2
     cache.end(0)

@@ -86,7 +86,7 @@ def property_of(
 # --- The score on prompts -------------------------------------------------------------------------------
 
 
-class RemotePolicy:
+class RemoteEviction:
     """An object of the student's class in the worker. Its `use` calls go with the next `evict`, in one message."""
 
     def __init__(self, bench: Bench) -> None:
@@ -132,7 +132,7 @@ def check_prompts(way: float) -> Callable[[Bench], None]:
     def check(bench: Bench) -> None:
         least, most = shares(bench.seed, NUM_PROMPTS)
         required = least + way * (most - least) - ROUNDING
-        policy = RemotePolicy(bench)
+        policy = RemoteEviction(bench)
         try:
             saved = serve(prompts(bench.seed, NUM_PROMPTS), policy)
             policy.close()

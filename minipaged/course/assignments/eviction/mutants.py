@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from minipaged.course.grader.mutants import seeded, source_of
 
-OURS = source_of("course/assignments/eviction/ours").replace("Ours", "Eviction")
+OURS = source_of("course/assignments/eviction/ours").replace("OurEviction", "Eviction")
 
 IN_ORDER = '''"""A policy that evicts the texts first whose beginning only one request has used."""
 

@@ -9,7 +9,7 @@ PATIENCE = 300
 """The number of uses that a block is kept for longer, for each doubling of its own uses."""
 
 
-class Ours:
+class OurEviction:
     """The block that was used longest ago leaves first. A block that was used more often counts as used more recently.
 
     But first leave the texts whose first block only one request has used. A new chat shares its first block, a document

@@ -121,7 +121,7 @@ REPEATED = {
     "scheduler": "over capacity",
     "beam-search": "the sums so far are forgotten",
     "prefix-cache": "any beginning will do",
-    "eviction": "no pins on the host",
+    "eviction": "no pins",
 }
 
 

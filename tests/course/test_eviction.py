@@ -41,17 +41,28 @@ GOOD, BETTER_TEST = "as good as the least recently used", "better than the least
 def test_a_failure_is_drawn_and_told_as_events_that_can_be_folded(tmp_path: Path) -> None:
     failure = result_of("never a pinned block", submit(SEEDED.mutants["no pins on the host"].source, tmp_path)).failure
     assert failure is not None
-    assert failure.message == "policy.evict('host', [0, 1]) returned 0; it should return None: block 0 is pinned"
+    assert failure.message == "policy.evict('host', [0]) returned 0; it should return 1: block 0 is pinned"
     assert failure.invariant == "pinned-in-flight"
     assert failure.drawing == (
-        "block  parent  lies on     pinned by",
-        "1      -       the device  request 1",
-        "0      -       the host    request 2",
+        "block  parent  lies on   pinned by",
+        "0      -       the host  request 2",
+        "1      -       the host",
     )
     memory = folded(failure)
-    assert [sequence.table for sequence in memory.sequences.values()] == [[0], []]
-    assert set(memory.cached) == {0}
-    assert set(memory.demoted) == {0}
+    assert [sequence.table for sequence in memory.sequences.values()] == [[]]
+    assert not memory.cached
+    assert set(memory.demoted) == {0, 1}
+
+
+def test_what_two_policies_share_is_told_by_a_program_that_fails_by_itself(tmp_path: Path) -> None:
+    """Though the worker has made other policies before, which shared it too."""
+    submission = submit(SEEDED.mutants["one cache for all"].source, tmp_path)
+    failure = result_of("the same calls, the same answers", submission).failure
+    assert failure is not None
+    assert failure.message == "policy.evict('device', []) returned None; it should return 0: block 0 may leave"
+    assert failure.script is not None
+    assert failure.script.count(".begin(") == 2
+    assert failure.message in run_script(failure.script, tmp_path).stderr
 
 
 def test_a_counterexample_follows_other_answers_than_those_it_was_found_with(tmp_path: Path) -> None:

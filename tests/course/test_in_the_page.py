@@ -136,7 +136,7 @@ def found_in(page: Page) -> list[list[str]]:
         ("block-table", "trim gives nothing back"),
         ("scheduler", "the largest makes room"),
         ("prefix-cache", "any beginning will do"),
-        ("eviction", "no pins on the host"),
+        ("eviction", "no pins"),
     ],
 )
 def test_a_seeded_bug_gets_the_points_and_the_counterexample_of_the_command_line(

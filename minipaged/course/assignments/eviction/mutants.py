@@ -145,11 +145,6 @@ BUGS = {
         '    _floors: dict[str, dict[int, int | None]] = {"device": {}, "host": {}}\n\n    def __init__(',
     ),
     "the latest leaves: the block that was used last leaves first": (GOOD, WORTH, "return -self._last_use[block]"),
-    "fame lasts: the block with the fewest uses leaves first, however long ago they were": (
-        BETTER,
-        WORTH,
-        "return self._num_uses[block], self._last_use[block]",
-    ),
     "only the time counts: the block that was used longest ago leaves first": (
         BETTER,
         WORTH,

@@ -34,7 +34,7 @@ WHEELS = {
 }
 """What the grader needs, with the digests of the package index."""
 GRADED = [
-    handout.parent.name[2:]
+    handout.parent.name.partition("_")[2]
     for handout in sorted((ROOT / "assignments").glob("*/handout.md"))
     if "\n<!-- grade " in handout.read_text()
 ]

@@ -878,7 +878,7 @@ assert left == {"InOrder": 0, "Shelf": 2}
 # 4. Run the two engines with a folder again, with 2 host blocks instead of 5. Less is found. Which blocks never reach
 #    the folder, and why?
 #
-# Which block should leave first is a question of its own. It is assignment 10, `eviction`.
+# Which block should leave first is a question of its own: [assignment 10](../assignments/10_eviction/handout.md).
 
 # %% tags=["solution"]
 with tempfile.TemporaryDirectory() as name:

@@ -11,6 +11,7 @@ import pytest
 from minipaged.course.assignments.beam_search import checks as beam_search
 from minipaged.course.assignments.block_allocator import checks as block_allocator
 from minipaged.course.assignments.block_table import checks as block_table
+from minipaged.course.assignments.eviction import checks as eviction
 from minipaged.course.assignments.paged_attention import checks as paged_attention
 from minipaged.course.assignments.scheduler import checks as scheduler
 from minipaged.course.assignments.under_load import checks as under_load
@@ -31,11 +32,13 @@ FEWER = (
     (scheduler, "TRACED_REQUESTS", 20),
     (beam_search, "ENGINE_WORKLOADS", 4),
     (under_load, "ENGINE_WORKLOADS", 2),
+    (eviction, "NUM_PROMPTS", 100),
 )
 FEWER_IN_A_PAGE = (
     (search, "EXAMPLES", 20),
     (block_allocator, "LARGE_POOLS", (8, 33)),
     *((assignment, "ENGINE_WORKLOADS", 2) for assignment in (block_allocator, block_table, scheduler)),
+    (eviction, "NUM_PROMPTS", 100),
 )
 """What is graded twice, in a page and on the command line, has fewer still."""
 

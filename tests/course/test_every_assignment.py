@@ -19,7 +19,7 @@ from minipaged.llm import LoadedModel
 from tests.course.harness import result_of, submit
 from tests.effort import quick_cases, thorough
 
-NAMES = "block-allocator", "block-table", "paged-attention", "scheduler", "beam-search", "prefix-cache"
+NAMES = "block-allocator", "block-table", "paged-attention", "scheduler", "beam-search", "prefix-cache", "eviction"
 """Those that have no worker that is slow to start: the others' tests share one."""
 
 
@@ -64,6 +64,7 @@ USUAL = dict.fromkeys(NAMES, "the reference") | {
     "quantize": "bits as arrays",
     "under-load": "ours",
     "prefix-cache": "a tree of blocks",
+    "eviction": "ours",
 }
 """The right part that is graded with SmolLM2 too."""
 INDEX = {
@@ -120,6 +121,7 @@ REPEATED = {
     "scheduler": "over capacity",
     "beam-search": "the sums so far are forgotten",
     "prefix-cache": "any beginning will do",
+    "eviction": "no pins",
 }
 
 

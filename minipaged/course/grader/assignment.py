@@ -35,6 +35,7 @@ ASSIGNMENTS = (
     "quantize",
     "under-load",
     "prefix-cache",
+    "eviction",
 )
 """The assignments, in the order of the course. Each one's folder has its name, with underscores."""
 FOLDER = "minipaged.course.assignments"

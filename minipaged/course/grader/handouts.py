@@ -19,7 +19,7 @@ FOLDERS = COURSE / "handed_out", COURSE.parents[1] / "assignments"
 def folder_of(assignment: str) -> Path:
     """Return the folder of an assignment's files. Raises CannotBeGraded for an unknown assignment."""
     part = name_of(assignment).replace("-", "_")
-    folder = next((one for root in FOLDERS for one in root.glob(f"[0-9]_{part}")), None)
+    folder = next((one for root in FOLDERS for one in root.glob(f"[0-9]*_{part}")), None)
     if folder is None:
         raise CannotBeGraded(f"the files of {assignment} are not installed; reinstall minipaged, or use a clone")
     return folder

@@ -253,11 +253,8 @@ def _decode_kernel(
     start = 0
     end = context_len
     num_splits = 1
-    shared_splits = 0
     if lots is not None:
-        here = tl.load(lots + seq)
-        shared_splits, _ = _shared_splits(here, max_shared_splits)
-        start = here * SHARED_LOT
+        start += tl.load(lots + seq) * SHARED_LOT
     if SPLIT:
         own = context_len - start
         per_split = TILE * _tiles_per_split(own, context_lens, seqs, kv_heads, programs, max_splits, lots, TILE)
@@ -292,13 +289,14 @@ def _decode_kernel(
         )  # fmt: skip
     o = o / l[:, None]
 
-    if shared_splits + num_splits == 1:
+    if num_splits == 1 and lots is None:
         tl.store(out + out_at, o.to(out.dtype.element_ty), mask=exists)
     else:
         splits = max_splits
-        if lots is not None:
+        if lots is not None:  # the shared splits come before
             splits += max_shared_splits
-        partial = (seq * kv_heads * GROUP + head).to(tl.int64) * splits + shared_splits + split  # [ROWS]
+            split += _shared_splits(tl.load(lots + seq), max_shared_splits)[0]
+        partial = (seq * kv_heads * GROUP + head).to(tl.int64) * splits + split  # [ROWS]
         tl.store(partial_o + partial[:, None] * HEAD_DIM + dim[None, :], o, mask=exists)
         tl.store(partial_lse + partial, m + tl.log2(l), mask=row < GROUP)
 
@@ -399,8 +397,6 @@ def _shared_kernel(
     real = pair < num_pairs  # [ROWS]
     exists = real[:, None] & (dim < HEAD_DIM)[None, :]  # [ROWS, DIM]
     seq = tl.load(members + first_member + pair // GROUP, mask=real, other=0)  # [ROWS]
-    if (kv_head == 0) & (split == 0):
-        tl.store(lots + seq, here, mask=real)
     head = kv_head * GROUP + pair % GROUP  # [ROWS]
     q_at = seq.to(tl.int64) * query_token_stride + head * query_head_stride  # [ROWS]
     q = tl.load(query + q_at[:, None] + dim[None, :], mask=exists, other=0.0)  # [ROWS, DIM]
@@ -422,6 +418,8 @@ def _shared_kernel(
     partial = (seq * (tl.num_programs(0) * GROUP) + head).to(tl.int64) * splits + split  # [ROWS]
     tl.store(partial_o + partial[:, None] * HEAD_DIM + dim[None, :], o, mask=exists)
     tl.store(partial_lse + partial, m + tl.log2(l), mask=real)
+    if (kv_head == 0) & (split == 0):
+        tl.store(lots + seq, here, mask=real)
 
 
 @triton.jit(do_not_specialize=["context_lens", "seqs", "kv_heads", "programs", "max_splits", "max_shared_splits"])
@@ -458,7 +456,7 @@ def _reduce_kernel(
         splits += max_shared_splits
     per_split = TILE * _tiles_per_split(own, context_lens, seqs, kv_heads, programs, max_splits, lots, TILE)
     num_splits += tl.cdiv(own, per_split)
-    if num_splits == 1:  # written already
+    if num_splits == 1 and lots is None:  # written already
         return
 
     base = (seq * tl.num_programs(0) + head).to(tl.int64) * splits

@@ -189,9 +189,7 @@ def attention_entries(arch: int, shapes: Sequence[tuple[torch.dtype, int, int, i
                 wgmma=on_tensor_cores and rows == 128,
                 shared_bytes=None if in_8_bits else attention.shared_bytes(dtype, options, arch),
             )
-    reduction = attention.reduce_options(
-        attention.decode_options(torch.bfloat16, 128, 4, 16, arch, False, split=True)
-    )
+    reduction = attention.reduce_options(attention.decode_options(torch.bfloat16, 128, 4, 16, arch, False, split=True))
     parts = {"out": "*bf16", "partial_o": "*fp32", "partial_lse": "*fp32"} | LENGTHS
     parts |= {"out_token_stride": "i32", "out_head_stride": "i32"}
     yield Entry("reduce-bf16-d128", attention._reduce_kernel, parts, reduction | ALONE)

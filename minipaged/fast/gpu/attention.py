@@ -268,18 +268,24 @@ def _decode_kernel(
     q = tl.load(query + q_at, mask=exists, other=0.0)  # [ROWS, DIM]
     table = tables + tl.load(rows + seq).to(tl.int64) * table_stride
     kv_at = kv_head.to(tl.int64) * kv_head_stride
+    if lots is not None:  # the shared splits come before; counted after the loop, their number would spill
+        split += _shared_splits(tl.load(lots + seq), max_shared_splits)[0]
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)  # noqa: E741
     o = tl.zeros([ROWS, DIM], tl.float32)
     whole = end // TILE * TILE  # `start` is a multiple of TILE, so tiles are whole up to here
-    # The last tile's blocks are looked up now, so that their numbers have arrived when the loop is done.
-    last_block = _look_up(table, whole, end, BLOCK_SIZE, TILE)
+    # The last tile's blocks are looked up now, so that their numbers have arrived when the loop is done. Codes and
+    # lots together leave some shapes no registers for these numbers, so there they are looked up after the loop.
+    if lots is None or kv_scales is None:
+        last_block = _look_up(table, whole, end, BLOCK_SIZE, TILE)
     for first in range(start, whole, TILE):
         block = _look_up(table, first, end, BLOCK_SIZE, TILE)
         m, l, o = _attend(  # noqa: E741
             q, m, l, o, keys + kv_at, values + kv_at, kv_scales, block, first, end, row,
             scale, block_stride, slot_stride, BLOCK_SIZE, TILE, HEAD_DIM, DIM, MASKED=False,
         )  # fmt: skip
+    if lots is not None and kv_scales is not None:
+        last_block = _look_up(table, whole, end, BLOCK_SIZE, TILE)
     # A loop of one iteration, so that its loads use shared memory too: in registers they would be the kernel's peak.
     last_seen = tl.full([ROWS], end - 1, tl.int32)
     for first in tl.range(whole, end, TILE, num_stages=2):
@@ -295,7 +301,6 @@ def _decode_kernel(
         splits = max_splits
         if lots is not None:  # the shared splits come before
             splits += max_shared_splits
-            split += _shared_splits(tl.load(lots + seq), max_shared_splits)[0]
         partial = (seq * kv_heads * GROUP + head).to(tl.int64) * splits + split  # [ROWS]
         tl.store(partial_o + partial[:, None] * HEAD_DIM + dim[None, :], o, mask=exists)
         tl.store(partial_lse + partial, m + tl.log2(l), mask=row < GROUP)

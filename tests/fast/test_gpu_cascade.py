@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,16 +23,24 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton")  # there is none for this machine's operating system
 
+from minipaged.contracts import BatchRow, Runner, Tier
+from minipaged.engine.engine import Engine
+from minipaged.fast import llama as fast_llama
+from minipaged.fast import preemption
 from minipaged.fast.cascade import shared_prefixes
 from minipaged.fast.gpu import attention, paged_decode
 from minipaged.fast.kernels import Paged, Shared
 from minipaged.fast.kv_cache import KVCache as FastCache
+from minipaged.params import EngineConfig, SamplingParams
 from minipaged.reference.attention import paged_attention
 from minipaged.reference.cascade import cascade_attention
 from minipaged.reference.kv_cache import KVCache as ReferenceCache
+from minipaged.tiers import fast_tier, reference_tier
 from tests.agreement.kernels import TOLERANCE, TRITON
+from tests.agreement.test_llama import Replays, Twins, captured, config_of, uncaptured  # noqa: F401
 from tests.effort import examples
 from tests.fast.guarded import GuardedMemory
+from tests.fast.test_cpu_cascade import groups_of
 
 LAYER = 1
 
@@ -75,6 +85,17 @@ class Batch:
         assert np.isfinite(result).all()
         tolerance = TOLERANCE[found.dtype]
         np.testing.assert_allclose(result, expected, rtol=0, atol=tolerance * np.abs(expected).max())
+
+    def check_who_reads(self, shared: Shared, blocks: int) -> None:
+        """The first blocks of each group are read in its first member's table: the others' entries lead to NaN here."""
+        expected = self.decoded(None)
+        unused = min(set(range(self.cache.num_blocks)) - set(self.tables.ravel().tolist()))
+        first = shared.members[shared.starts[:-1].long()].tolist()
+        others = [member for member in shared.members.tolist() if member not in first]
+        tables = self.tables.copy()
+        tables[others, :blocks] = unused
+        found = replace(self, tables=tables).decoded(shared)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def make_batch(
@@ -147,3 +168,144 @@ def test_what_is_read_once_gives_the_result_of_reading_it_for_each(data: st.Data
     assert shared is not None
     assert set(groups) <= {(len(shared.members), 0)} or len(shared.num_tokens) == len(groups)
     batch.check(batch.decoded(shared, num_sms=data.draw(st.sampled_from([1, 2, 16]))))
+
+
+def test_every_group_has_the_tiles_that_it_needs() -> None:
+    """The first group fills its one tile, and the second has a row more than a tile. Nothing is left of the grid then:
+    if the second began a tile later, its last sequence would have none, and would read its own entries."""
+    rows = attention.shared_options(torch.float32, 16, 1, 64, 80, in_8_bits=False)["ROWS"]
+    sizes = [rows, rows + 1]
+    batch = make_batch([(size, 1) for size in sizes], [1] * sum(sizes), block_size=64, group=1, dtype=torch.float32)
+    shared = in_order(batch.shared, sizes)
+    assert attention._shared_tiles(sum(sizes), 2, 1, rows) == 3
+    batch.check_who_reads(shared, 1)
+
+
+def in_order(shared: Shared | None, sizes: list[int]) -> Shared:
+    """The same groups, ordered by these sizes."""
+    assert shared is not None
+    members, starts, num_tokens = shared
+    parts = {z - a: (members[a:z], n) for (a, z), n in zip(pairwise(starts.tolist()), num_tokens, strict=True)}
+    first = torch.tensor([0, *sizes]).cumsum(0).int()
+    return Shared(torch.cat([parts[size][0] for size in sizes]), first, torch.stack([parts[size][1] for size in sizes]))
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+def test_shared_lots_are_read_once() -> None:
+    """144 tokens are two whole lots of 64, and a rest that each reads for itself."""
+    batch = make_batch([(3, 9)], [5, 20, 70, 30], dtype=torch.float32)
+    shared = batch.shared
+    assert shared is not None
+    assert shared.num_tokens.tolist() == [144]
+    batch.check_who_reads(shared, 8)
+    with pytest.raises(AssertionError):
+        batch.check_who_reads(shared, 9)
+
+
+# --- The model ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _short_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preemption, "PROBE_TOKENS", 1)
+
+
+class Seen:
+    """The groups of each decoding attention of the first layer. From here on models take a GPU's way, and share all
+    that can be shared."""
+
+    def __init__(self, twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.groups: list[list[tuple[list[int], int]]] = []
+        cache = twins.fast.kv_cache
+        self._first, self._decode = cache.layer(0)[0].data_ptr(), cache.kernels.paged_decode
+        monkeypatch.setattr(cache.kernels, "paged_decode", self._seen)
+        monkeypatch.setattr(fast_llama, "is_gpu", lambda device: True)
+        monkeypatch.setattr(fast_llama, "LEAST_SAVED_ON_GPU", 1)
+
+    def _seen(self, query: torch.Tensor, paged: Paged, scale: float) -> torch.Tensor:
+        if paged.keys.data_ptr() == self._first:
+            self.groups.append(groups_of(paged.shared))
+        return self._decode(query, paged, scale)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_cache_dtype"), [(torch.float32, "auto"), (torch.float16, "auto"), (torch.float32, "int8")]
+)
+def test_logits_are_the_references(dtype: torch.dtype, kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three sequences share; before them are one that shares nothing, and a prompt; behind them is one whose table
+    differs from theirs in one block."""
+    twins = Twins(TRITON, dtype, config_of(max_position_embeddings=256), 2, kv_cache_dtype)
+    seen = Seen(twins, monkeypatch)
+    rows = [
+        BatchRow([7], 20, [31, 30, 29, 28, 27, 33], wants_logits=True),
+        BatchRow([1, 2, 3], 0, [38], wants_logits=True),
+        *(BatchRow([3 + i], 128, [*range(32), 34 + i], wants_logits=True) for i in range(3)),
+        BatchRow([9], 128, [*range(20), 5, *range(21, 32), 37], wants_logits=True),
+    ]
+    for batch in ([BatchRow([7 * i % 64 for i in range(128)], 0, range(32), wants_logits=False)], rows):
+        expected, logits = twins.reference.forward(batch), twins.fast.forward(batch).float().cpu().numpy()
+    assert seen.groups == [[([1, 2, 3], 128)]]
+    error = np.linalg.norm(logits - expected, axis=1) / np.linalg.norm(expected, axis=1)
+    assert error.max() < twins.tolerance, error
+
+
+@pytest.mark.usefixtures("uncaptured")
+def test_a_step_that_shares_is_not_replayed_and_its_groups_stay_while_its_sequences_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    twins = Twins(TRITON, torch.float32, config_of(), seed=8)
+    twins.begin([7 * i % 64 for i in range(90)], 68)
+    twins.run([68], [1])
+    twins.fork(0)
+    twins.fork(0)
+    captured(twins)
+    seen, replays, searched = Seen(twins, monkeypatch), Replays(twins.fast), list[int]()
+
+    def counted(*arguments: Any, **least: int) -> Shared | None:
+        searched.append(1)
+        return shared_prefixes(*arguments, **least)
+
+    monkeypatch.setattr(fast_llama, "shared_prefixes", counted)
+    for _ in range(5):
+        twins.run([1, 1, 1], [1, 1, 1])
+    twins.begin([1, 2, 3, 4, 5, 6, 7, 8])
+    twins.run([1, 1, 1, 5], [1, 1, 1, 1])  # beside a prompt
+    assert seen.groups == [[([0, 1, 2], 68)]] * 6
+    assert len(searched) == 3
+    assert replays.sizes == []
+    saved = 2 * 68 * 2 * 2 * 32 * 4  # bytes: two read what the third reads; keys, values; 2 heads of 32 numbers
+    for least, sizes in ((saved + 1, [4]), (saved, [])):
+        monkeypatch.setattr(fast_llama, "LEAST_SAVED_ON_GPU", least)
+        before = len(replays.sizes)
+        twins.run([1, 1, 1, 0], [1, 1, 1, 0])
+        twins.run([0, 0, 0, 1], [0, 0, 0, 0])
+        assert replays.sizes[before:] == [*sizes, 1]
+
+
+def test_requests_get_the_references_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a prompt whose blocks they share, by the engine."""
+    twins = Twins(TRITON, torch.float32, config_of(), seed=9)
+    del twins.fast.sample, twins.reference.sample  # which choose what a test says
+    seen = Seen(twins, monkeypatch)
+    config = EngineConfig(
+        num_blocks=40, block_size=4, max_num_seqs=8, max_num_batched_tokens=80, max_model_len=100, vocab_size=64
+    )
+    stem = [7 * i % 64 for i in range(70)]
+
+    def served(tier: Tier, runner: Runner) -> dict[str, list[list[int]]]:
+        engine, tokens = Engine(config, tier, runner), dict[str, list[list[int]]]()
+        for number in range(4):
+            params = SamplingParams(temperature=0.0, max_tokens=7, n=2 if number == 2 else 1, ignore_eos=True)
+            engine.add_request([*stem, number, 9], params, request_id=str(number))
+            for update in engine.step():
+                assert update.output is None or not update.output.finished
+        while engine.has_unfinished_requests():
+            for update in engine.step():
+                if update.output and update.output.finished:
+                    tokens[update.request_id] = [list(one.token_ids) for one in update.output.outputs]
+        return tokens
+
+    expected = served(reference_tier(), twins.reference)
+    assert served(fast_tier(), twins.fast) == expected
+    assert len(expected) == 4
+    assert max(len(members) for groups in seen.groups for members, n in groups if n == 68) == 5

@@ -24,8 +24,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.harness import Job, Row, Setting, num_inputs, time_calls, wall_seconds, work
 from minipaged.fast import gpu
+from minipaged.fast.cascade import shared_prefixes
 from minipaged.fast.gpu import attention, block_table, kv_cache, llama, sampling
-from minipaged.fast.kernels import Paged
+from minipaged.fast.kernels import Paged, Shared
 from minipaged.fast.kv_cache import KVCache
 
 BLOCK_SIZE = 16
@@ -114,6 +115,7 @@ def kernel_timings(setting: Setting) -> list[Job]:
         *(Job(f"prefill {shape}", partial(time_prefill, shape, setting)) for shape in prefill_shapes(setting)),
         *(Job(f"decode {shape}", partial(time_decode, shape, setting)) for shape in decode_shapes(setting)),
         Job("mixed batch", partial(time_mixed, setting)),
+        Job("shared reading", partial(time_shared, setting)),
         Job(f"decode {decode}, again", partial(time_decode, decode, setting, compiled)),
         Job(f"prefill {prefill}, again", partial(time_prefill, prefill, setting, compiled)),
     ]
@@ -292,6 +294,29 @@ def time_mixed(setting: Setting) -> Row:
         return time_calls([call], setting).row(operations, "TFLOP/s", "matmul")
 
     return timed(apart) | {"peers": {"all in the prefill kernel": timed(together)}}
+
+
+def time_shared(setting: Setting) -> Row:
+    """Sequences that decode behind one prompt, whose blocks are read once for all of them; beside it, each reads them
+    for itself. Counted are the bytes that sharing reads. (64 x 2048: about `LEAST_SAVED_ON_GPU`.)"""
+    shape, prompt = (Shape(3, 80, 1, 2, 16), 64) if setting.tiny else (Shape(64, 2112, 8, 4, 128), 2048)
+    token_bytes = 2 * shape.kv_heads * shape.head_dim * setting.half.itemsize
+    kv_bytes = (prompt + shape.seqs * (shape.context - prompt)) * token_bytes
+    inputs = make_inputs(shape, setting, 1, num_inputs(kv_bytes, setting))
+    for given in inputs:
+        given.tables[:, : prompt // BLOCK_SIZE] = given.tables[0, : prompt // BLOCK_SIZE].clone()
+    found = shared_prefixes(inputs[0].tables.cpu(), inputs[0].context_lens.cpu(), BLOCK_SIZE)
+    assert found is not None
+    shared = Shared(*(each.to(setting.device) for each in found))
+
+    def once(given: Inputs) -> Callable[[], Tensor]:
+        paged = given.paged._replace(shared=shared)
+        return lambda: attention.paged_decode(given.query, paged, shape.scale)
+
+    def timed(make: Peer) -> Row:
+        return time_calls([make(given) for given in inputs], setting).row(kv_bytes, "GB/s", "copy")
+
+    return timed(once) | {"peers": beside({"each for itself": ours}, timed, once(inputs[0])(), inputs[0])}
 
 
 def ours(given: Inputs) -> Callable[[], Tensor]:

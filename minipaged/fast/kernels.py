@@ -62,7 +62,7 @@ class AttentionKernels(Protocol):
     def paged_decode(self, query: Tensor, paged: Paged, scale: float) -> Tensor:
         """Attention of one query token per sequence over its whole context.
 
-        On a CPU, `paged.shared` changes the speed and no bit of the result. A GPU does not use it yet.
+        `paged.shared` changes the speed, and on a CPU no bit of the result. On a GPU the result differs by rounding.
 
         query: [seqs, heads, head_dim] of the model's type. scale: the factor of the scores, positive.
 

@@ -18,7 +18,9 @@ same sequences continue, the other numbers are there too, and each position incr
 On a GPU a decoding step launches some 280 kernels, and most of them run shorter than a launch takes. So the whole step
 is captured once for each batch size as a CUDA graph and launched as one. A batch between two captured sizes is padded:
 slot -1 is not written, and a context of length 0 is not attended to. A graph begins by moving its sequences to their
-next position (`DecodeGraph`), so while the same sequences continue, the host sends nothing.
+next position (`DecodeGraph`), so while the same sequences continue, the host sends nothing. A step that reads common
+blocks once for many sequences is not replayed: a graph would fix the numbers of prefixes and members. Such a step
+must save more than its launches cost (`LEAST_SAVED_ON_GPU`).
 
 In a step with prompts, the decoding sequences either run in their graph as usual (`Llama._run_apart`), or in one pass
 with the prompts. Both use the decode kernel for them.
@@ -40,7 +42,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minipaged.contracts import Batch, PromptInput, Runner, Sampled, SamplingInput, StepResult
+from minipaged.contracts import Batch, BatchRow, PromptInput, Runner, Sampled, SamplingInput, StepResult
 from minipaged.fast.attention import attend
 from minipaged.fast.block_table import DeviceTables
 from minipaged.fast.cascade import shared_prefixes
@@ -70,6 +72,17 @@ LEAST_SAVED = 768
 Measured in bfloat16 on an AMD EPYC (SmolLM2's shapes): 2 sequences that share 1,024 tokens save 3 % of the attention, 4
 that share 256 save 7 %, and 8 that share 64 would lose 6 %. In 8 bits less would do. A CPU's kernel shares whole tiles
 of 64 tokens, and not those of a sequence whose tiles are divided between threads."""
+LEAST_SAVED_ON_GPU = 512 << 20
+"""The number of bytes of keys and values that a shared prefix must save in each layer, if a GPU reads its blocks once
+for all its members. Calculated, not yet measured.
+
+Such a step is not replayed from a graph: the host launches its 12 kernels per layer (2 or 3 more than otherwise) one by
+one, at 7 to 14 µs each (docs/gpu.md), so 84 to 168 µs per layer. Memory delivers this number of bytes in 125 µs on an
+H200 (4.3 TB/s) and in 180 µs on an H100 (3.0). So if a step saves it, a layer took about as long before, and the
+launches cost little. With Llama 3 8B (4 KiB per token and layer), 65 sequences that share 2,048 tokens save it. If the
+second cache delivers common blocks faster than memory does, the number is too low; for a step that no graph would
+serve, too high.
+"""
 
 PIECE = 2**22
 """The number of a prompt's logits that exist at a time."""
@@ -280,11 +293,9 @@ class Llama(Runner):
         """
         if not batch:
             return self._no_logits()
-        tables = np.full((len(batch), max(len(row.blocks) for row in batch)), -1, np.int32)  # [seqs, max_blocks]
-        for table, row in zip(tables, batch, strict=True):
-            table[: len(row.blocks)] = row.blocks
-        on_device = to_device(torch.from_numpy(tables), self.kv_cache.device)
-        return self._compute(flatten(batch, range(len(batch)), on_device).on(self.kv_cache.device))
+        on_device = to_device(_host_tables(batch), self.kv_cache.device)
+        tokens = self._with_shared(flatten(batch, range(len(batch)), on_device), batch)
+        return self._compute(tokens.on(self.kv_cache.device))
 
     def sample(self, logits: Tensor, inputs: Sequence[SamplingInput]) -> Sequence[Sampled]:
         """Choose one token for each input. The tokens may still be on the device (`sampling.Samples`)."""
@@ -328,17 +339,19 @@ class Llama(Runner):
         # The previous step's choices, on the device; the host may not know them yet.
         chosen = self.mirror.latest.token_ids if isinstance(self.mirror.latest, Samples) else None  # [choices] int64
         if rows.num_steady > 1 and chosen is not None:
+            if before:  # the last step was not in a graph
+                self._steady[self.mirror] = tokens = before.one_further(chosen)
+                return self._compute(tokens)
             graph = self._graph_for(len(rows))
             if graph and not self._has_lanes:  # otherwise another lane may have run it since
                 return graph.run_again(chosen)
-            if before:
-                self._steady[self.mirror] = tokens = before.one_further(chosen)
-                return self._compute(tokens)
         device_rows = self.tables.rows_of(row.sequence for row in rows)
-        tokens = flatten(self.mirror.batch(), device_rows, self.tables.tables, chosen)
+        batch = self.mirror.batch()
+        tokens = self._with_shared(flatten(batch, device_rows, self.tables.tables, chosen), batch)
         if rows.num_steady and chosen is not None:  # from here on, each row's input is the token chosen for it
             tokens = replace(tokens, ids=-1 - torch.arange(len(rows), dtype=torch.int32), chosen=chosen)
-        graph = self._graph_for(tokens.num_decoding) if tokens.num_decoding and not tokens.asks_of_decoding else None
+        by_graph = tokens.num_decoding > 0 and not tokens.asks_of_decoding and tokens.shared is None
+        graph = self._graph_for(tokens.num_decoding) if by_graph else None
         if graph and tokens.num_decoding == len(rows):
             return graph.run(tokens)
         if graph and self._has_small_layers:
@@ -426,12 +439,29 @@ class Llama(Runner):
             x = layer.down(kernels.swiglu(layer.gate_up(x)))  # [tokens, hidden]
         return self._leave(tokens, x, residual)
 
+    def _with_shared(self, tokens: FlatBatch, batch: Batch) -> FlatBatch:
+        """On a GPU, add the decoding sequences whose common blocks are read once for all of them, if that pays. The
+        host has no tables there, so they are made from the rows of the batch.
+
+        The shared prefixes hold until the rows change: they are full blocks, which keep their contents as long as the
+        first member runs.
+        """
+        if not is_gpu(self.kv_cache.device):
+            return tokens
+        lens = tokens.context_lens[: tokens.num_decoding]
+        decoding = [row for row in batch if len(row.token_ids) == 1]
+        block_size = self.kv_cache.block_size
+        token_bytes = self.kv_cache.block_bytes // (block_size * self.kv_cache.num_layers)  # per layer
+        least = -(-LEAST_SAVED_ON_GPU // token_bytes)  # tokens
+        if int(lens.sum()) < least or len({row.blocks[0] for row in decoding}) == len(decoding):
+            return tokens
+        return replace(tokens, shared=shared_prefixes(_host_tables(decoding), lens, block_size, least=least))
+
     def _shared(self, tokens: FlatBatch) -> Shared | None:
-        """Return the decoding sequences whose common blocks are read once for all of them. None on a GPU: there a step
-        is captured for any tables, and shared reading has not been measured yet."""
+        """Return the decoding sequences whose common blocks are read once for all of them."""
         count = tokens.num_decoding
-        if count < 2 or is_gpu(self.kv_cache.device):
-            return None
+        if count < 2 or is_gpu(self.kv_cache.device):  # a GPU's batch says so (`_with_shared`)
+            return tokens.shared
         rows, lens = tokens.rows[:count], tokens.context_lens[:count]
         return shared_prefixes(tokens.tables, lens, self.kv_cache.block_size, rows, LEAST_SAVED)
 
@@ -479,10 +509,21 @@ class Llama(Runner):
             if self.chooses:
                 self._logits(hidden[:length], hidden[:length])  # for prompts with log-probabilities
         self._begin_anew([1] * most_seqs)  # may be more sequences than a graph is captured for
+        self._warm_up_shared_reading()
         there_and_back = ((0, 0),) if cache.num_swap_blocks else ()
         copied = ((0, 1),) if cache.num_blocks > 1 else ()
         moves = BlockMoves(swap_out=there_and_back, swap_in=there_and_back, copy=copied)
         self.run(StepInput(1, forked=(Forked(most_seqs, parent=0, choice=LOGITS),), moves=moves))
+
+    def _warm_up_shared_reading(self) -> None:
+        """Run two sequences of one token each as members of a shared prefix, which has no token. The kernels are the
+        same."""
+        device = self.kv_cache.device
+        batch = [BatchRow([0], 0, [0], wants_logits=True)] * 2
+        shared = Shared(*(torch.tensor(each, dtype=torch.int32) for each in ([0, 1], [0, 2], [0])))
+        tokens = flatten(batch, range(2), to_device(_host_tables(batch), device))
+        with torch.inference_mode():
+            self._compute(replace(tokens, shared=shared).on(device))
 
     def _begin_anew(self, lengths: Sequence[int], sampling: Sampling | None = None) -> StepResult:
         """Run prompts of the given lengths, all in the same blocks. `sampling`: how to choose a token after each; None:
@@ -648,6 +689,9 @@ class FlatBatch:
     """Whether some of `prompt_rows` are among the decoding sequences: a prompt's chunk of one token is laid out with
     them."""
     chosen: Tensor | None = None  # [samples] int64, on the device: the previous step's choices. None: all ids known
+    shared: Shared | None = None
+    """On a GPU, the decoding sequences whose common blocks are read once for all of them. (On a CPU they are found in
+    the tables when the batch runs.)"""
 
     def token_ids(self) -> Tensor:
         """Return the token ids [tokens], looked up on the device if only the device knows them."""
@@ -662,9 +706,10 @@ class FlatBatch:
         parts = [self.ids, self.positions, self.token_rows, self.rows, self.context_lens, self.query_start]
         wanted = {"logit_rows": self.logit_rows, "prompt_rows": self.prompt_rows}
         others = {name: places for name, places in wanted.items() if places is not None}
-        parts += others.values()
+        parts += [*others.values(), *(self.shared or ())]
         whole = to_device(torch.cat(parts), device)
         ids, positions, token_rows, rows, lens, start, *places = torch.split(whole, list(map(len, parts)))
+        places, shared = places[: len(others)], places[len(others) :]
         return replace(
             self,
             ids=ids,
@@ -673,6 +718,7 @@ class FlatBatch:
             rows=rows,
             context_lens=lens,
             query_start=start,
+            shared=Shared(*shared) if shared else None,
             **dict[str, Any](zip(others, places, strict=True)),
         )
 
@@ -706,6 +752,14 @@ class FlatBatch:
         self.positions.add_(1)
         self.context_lens.add_(1)
         return replace(self, chosen=chosen)
+
+
+def _host_tables(batch: Batch) -> Tensor:
+    """Return the block tables of a batch's rows, on the host: [seqs, max_blocks] int32."""
+    tables = np.full((len(batch), max(len(row.blocks) for row in batch)), -1, np.int32)
+    for table, row in zip(tables, batch, strict=True):
+        table[: len(row.blocks)] = row.blocks
+    return torch.from_numpy(tables)
 
 
 def flatten(batch: Batch, rows: Sequence[int], tables: Tensor, chosen: Tensor | None = None) -> FlatBatch:

@@ -112,6 +112,10 @@ STRIDES = dict.fromkeys(
 )
 LENGTHS = {"context_lens": "*i32", "seqs": "i32", "kv_heads": "i32", "programs": "i32", "max_splits": "i32"}
 
+ALONE = {"lots": None, "max_shared_splits": None}
+"""No blocks that are read once for many sequences."""
+TOGETHER = {"lots": "*i32", "max_shared_splits": "i32"}
+
 CODES = {"int8": "*i8", "fp8": "*u8"}
 """Keys and values in 8 bits."""
 
@@ -146,13 +150,29 @@ def attention_entries(arch: int, shapes: Sequence[tuple[torch.dtype, int, int, i
         shape = f"{NAME[dtype]}-d{head_dim}-g{group}-b{block_size}" + (f"-{kind}" if in_8_bits else "")
         on_tensor_cores = dtype != torch.float32  # tf32 would lose half of the digits
         decode = attention.decode_options(dtype, head_dim, group, block_size, arch, in_8_bits, split=True)
+        partial = {"partial_o": "*fp32", "partial_lse": "*fp32"}
+        decoding = arrays | where | partial | LENGTHS | {"scale": "fp32"} | STRIDES
+        for name, types, constants in (("decode", {}, scales | ALONE), ("decode-rest", TOGETHER, scales)):
+            yield Entry(
+                f"{name}-{shape}",
+                attention._decode_kernel,
+                decoding | types,
+                decode | constants,
+                tensor_cores=on_tensor_cores,
+                shared_bytes=None if in_8_bits else attention.shared_bytes(dtype, decode, arch),
+            )
+        together = attention.shared_options(dtype, head_dim, group, block_size, arch, in_8_bits)
+        groups = dict.fromkeys(("members", "starts", "num_tokens", "lots"), "*i32")
+        groups |= dict.fromkeys(("groups", "max_shared_splits", "splits"), "i32")
+        strides = {name: kind for name, kind in STRIDES.items() if not name.startswith("out_")}
         yield Entry(
-            f"decode-{shape}",
-            attention._decode_kernel,
-            arrays | where | {"partial_o": "*fp32", "partial_lse": "*fp32"} | LENGTHS | {"scale": "fp32"} | STRIDES,
-            decode | scales,
+            f"shared-{shape}",
+            attention._shared_kernel,
+            arrays | where | partial | groups | {"scale": "fp32"} | strides,
+            together | scales,
             tensor_cores=on_tensor_cores,
-            shared_bytes=None if in_8_bits else attention.shared_bytes(dtype, decode, arch),
+            wgmma=on_tensor_cores and together["ROWS"] == 128,
+            shared_bytes=None if in_8_bits else attention.shared_bytes(dtype, together, arch),
         )
         prompts = {}  # by rows of a tile: long prompts, and a few tokens each
         for max_query_len in (1024, 8):
@@ -169,14 +189,11 @@ def attention_entries(arch: int, shapes: Sequence[tuple[torch.dtype, int, int, i
                 wgmma=on_tensor_cores and rows == 128,
                 shared_bytes=None if in_8_bits else attention.shared_bytes(dtype, options, arch),
             )
-    yield Entry(
-        "reduce-bf16-d128",
-        attention._reduce_kernel,
-        {"out": "*bf16", "partial_o": "*fp32", "partial_lse": "*fp32"}
-        | LENGTHS
-        | {"out_token_stride": "i32", "out_head_stride": "i32"},
-        attention.reduce_options(attention.decode_options(torch.bfloat16, 128, 4, 16, arch, False, split=True)),
-    )
+    reduction = attention.reduce_options(attention.decode_options(torch.bfloat16, 128, 4, 16, arch, False, split=True))
+    parts = {"out": "*bf16", "partial_o": "*fp32", "partial_lse": "*fp32"} | LENGTHS
+    parts |= {"out_token_stride": "i32", "out_head_stride": "i32"}
+    yield Entry("reduce-bf16-d128", attention._reduce_kernel, parts, reduction | ALONE)
+    yield Entry("reduce-shared-bf16-d128", attention._reduce_kernel, parts | TOGETHER, reduction)
 
 
 # --- the cache, the tables, and what lies between the matrix products ------------------------------

@@ -173,6 +173,7 @@ install()
 from minipaged.engine.engine import Engine  # noqa: E402
 from minipaged.errors import InvalidRequest  # noqa: E402
 from minipaged.fast import cpu  # noqa: E402
+from minipaged.fast import llama as fast_llama  # noqa: E402
 from minipaged.fast.gpu import attention, block_table, kv_cache, llama, packed, sampling  # noqa: E402
 from minipaged.fast.llama import DecodeGraph, Llama  # noqa: E402
 from minipaged.models.config import ModelConfig, weight_shapes  # noqa: E402
@@ -180,6 +181,8 @@ from minipaged.models.quantized.stored import Activations, Float8, Grouped, Stor
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams  # noqa: E402
 from minipaged.tiers import FastTier, fast_tier  # noqa: E402
 from tests.fast.compile_kernels import read_back  # noqa: E402
+
+fast_llama.LEAST_SAVED_ON_GPU = 1  # common blocks are read once for many sequences, however few there are
 
 # --- Serving ----------------------------------------------------------------------------------------
 
@@ -367,6 +370,7 @@ _step, _params = DecodeGraph.step, SamplingParams
 FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "": contextlib.nullcontext,
     "chooses only": lambda: patch.object(Llama, "_warm_up_kernels", lambda llama: None),
+    "shares unprepared": lambda: patch.object(Llama, "_warm_up_shared_reading", lambda llama: None),
     "no penalties": lambda: patch("minipaged.fast.llama.SamplingParams", lambda **given: _params(temperature=1)),
     "greedy only": lambda: patch("minipaged.fast.llama.SamplingParams", lambda **given: _params(temperature=0)),
     "captures at once": lambda: patch.object(

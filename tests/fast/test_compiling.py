@@ -25,8 +25,10 @@ from tests.fast.test_compiled_kernels import SHARED_MEMORY
 
 Report = dict[str, Any]
 
+SHARING = {"_shared_kernel", "_decode_kernel", "_reduce_kernel"}
 FAULTS = {
-    "chooses only": {"_copy_blocks", "_fork_tables", "_prefill_kernel"},
+    "chooses only": {"_copy_blocks", "_fork_tables", "_prefill_kernel", *SHARING},
+    "shares unprepared": SHARING,
     "no penalties": {"_tile_totals", "_draw"},
     "greedy only": {"_tile_totals", "_draw"},
     "looks at addresses": {"_slot_mapping"},

@@ -1,4 +1,4 @@
-"""PagedAttention on a GPU (paper, sections 4.1 and 5.1): two Triton kernels and a reduction.
+"""PagedAttention on a GPU (paper, sections 4.1 and 5.1): three Triton kernels and a reduction.
 
 The mathematics is that of `reference/attention.py`: loop over the keys of a sequence, look up each key's block in the
 block table, and keep a running maximum m, a running sum l and a running output o for every query (online softmax). The
@@ -22,6 +22,12 @@ number of splits depends on lengths that change at every step, but a CUDA graph 
 the largest number. Every program reads the lengths from GPU memory, computes the splits in use, and exits immediately
 if its split is not among them. Thus one recorded graph serves all lengths. A sequence with one split writes its result
 directly.
+
+**Decode: shared reading.** Blocks with which many sequences begin (`kernels.Shared`) are read by a kernel of their own.
+Its rows are the query heads of many sequences, packed as in prefill, so a key that is read serves up to 128 of them.
+Its results are more splits of each sequence: the decode kernel leaves these tokens out, and the same reduction merges
+all splits, as `reference/cascade.py` merges two parts. Shared tokens are read together in whole lots of 64. What is
+left of a context is the sequence's own, and begins where a tile begins.
 
 **Prefill: tiles of a mixed batch.** The grid has room for the largest number of tiles: (rows ÷ tile), and one more for
 each sequence, since each may end in a partial tile. A program finds its sequence by counting those that begin before
@@ -63,6 +69,9 @@ MIN_KEYS_PER_SPLIT = tl.constexpr(128)
 MAX_SPLITS = tl.constexpr(128)
 """The most splits of one sequence: the reduction holds all their weights in one vector."""
 
+SHARED_LOT = tl.constexpr(64)
+"""The number of tokens in a lot of shared ones: a multiple of every tile, so that no tile of them needs a mask."""
+
 PROGRAMS_PER_SM = 1.75
 """Programs with work per multiprocessor: while one multiplies, the other has loads under way. All of them must fit at
 the same time, because a program that waits for a place delays all. Two fit. An eighth is left free, since sequences do
@@ -89,9 +98,9 @@ def paged_decode(query: Tensor, paged: Paged, scale: float) -> Tensor:
     """See `minipaged.fast.kernels`. Queries may be strided by token and by head.
 
     Raises ValueError for shapes or strides that do not fit. Its allocations depend on shapes alone, so that a CUDA
-    graph can record it.
+    graph can record it. (Of `paged.shared`, a graph would record the numbers of members and groups.)
     """
-    keys, values, tables, rows, context_lens, kv_scales, _ = paged
+    keys, values, tables, rows, context_lens, kv_scales, shared = paged
     seqs, heads, head_dim = query.shape
     group = _check(query, keys, values, kv_scales, scale)
     kv_heads = keys.shape[1]
@@ -99,13 +108,40 @@ def paged_decode(query: Tensor, paged: Paged, scale: float) -> Tensor:
     if seqs == 0:
         return out
     num_sms = _num_sms(query.device)
+    shape = query.dtype, head_dim, group, keys.shape[2], _capability(query.device), kv_scales is not None
     max_splits = _max_splits(seqs, kv_heads, num_sms)
-    partial_o = query.new_empty(seqs, heads, max_splits, head_dim, dtype=torch.float32)  # each split's output
-    partial_lse = query.new_empty(seqs, heads, max_splits, dtype=torch.float32)  # log2 of its sum of weights
-    capability = _capability(query.device)
-    in_8_bits = kv_scales is not None
-    options = decode_options(query.dtype, head_dim, group, keys.shape[2], capability, in_8_bits, split=max_splits > 1)
-    lengths = (context_lens, seqs, kv_heads, int(PROGRAMS_PER_SM * num_sms), max_splits)
+    together, tiles, max_shared_splits = shared_options(*shape), 0, 0
+    if shared is not None:
+        tiles = _shared_tiles(len(shared.members), len(shared.num_tokens), group, together["ROWS"])
+        max_splits, max_shared_splits = _max_splits_of_both(max_splits, tiles, kv_heads, num_sms)
+    splits = max_shared_splits + max_splits
+    partial_o = query.new_empty(seqs, heads, splits, head_dim, dtype=torch.float32)  # each split's output
+    partial_lse = query.new_empty(seqs, heads, splits, dtype=torch.float32)  # log2 of its sum of weights
+    lots = None
+    if shared is not None:
+        lots = context_lens.new_zeros(seqs)  # of each sequence, the lots that are read together
+        _shared_kernel[(kv_heads, tiles, max_shared_splits)](
+            query,
+            keys,
+            values,
+            kv_scales,
+            tables,
+            rows,
+            *shared,
+            lots,
+            partial_o,
+            partial_lse,
+            len(shared.num_tokens),
+            max_shared_splits,
+            splits,
+            scale * LOG2_E,
+            *query.stride()[:2],
+            *keys.stride()[:3],
+            tables.stride(0),
+            **together,
+        )
+    options = decode_options(*shape, split=splits > 1)
+    lengths = context_lens, seqs, kv_heads, int(PROGRAMS_PER_SM * num_sms), max_splits, lots, max_shared_splits or None
     _decode_kernel[(kv_heads, seqs, max_splits)](
         query,
         keys,
@@ -124,7 +160,7 @@ def paged_decode(query: Tensor, paged: Paged, scale: float) -> Tensor:
         tables.stride(0),
         **options,
     )
-    if max_splits > 1:
+    if splits > 1:
         _reduce_kernel[(heads, seqs)](
             out, partial_o, partial_lse, *lengths, *out.stride()[:2], **reduce_options(options)
         )
@@ -137,9 +173,29 @@ def _max_splits(seqs: int, kv_heads: int, num_sms: int) -> int:
     return max(1, min(int(MAX_SPLITS.value), room))
 
 
+def _shared_tiles(members: int, groups: int, group: int, rows: int) -> int:
+    """Return the number of tiles of `rows` (member, head) pairs for which the grid has room. `group`: the query heads
+    of a key/value head.
+
+    It depends on these numbers alone, because the host does not know the groups' sizes. One group fills it exactly.
+    """
+    return (members * group - groups) // rows + groups
+
+
+def _max_splits_of_both(max_splits: int, tiles: int, kv_heads: int, num_sms: int) -> tuple[int, int]:
+    """Return the most splits of a sequence's own tokens, and of a tile of shared ones: such that the tiles are one
+    program per multiprocessor, since no more fit if heads have 128 numbers."""
+    most = int(MAX_SPLITS.value) // 2
+    return min(max_splits, most), max(1, min(most, num_sms // (tiles * kv_heads)))
+
+
 # The integers of a batch are pieces of one buffer, at addresses that change from step to step. Triton would recompile a
 # kernel for each combination of those that 16 divides, and gain nothing by it.
-@triton.jit(do_not_specialize=["rows", "context_lens", "seqs", "kv_heads", "programs", "max_splits", "table_stride"])
+@triton.jit(
+    do_not_specialize=[
+        "rows", "context_lens", "seqs", "kv_heads", "programs", "max_splits", "max_shared_splits", "table_stride"
+    ]
+)  # fmt: skip
 def _decode_kernel(
     query,  # [seqs, heads, HEAD_DIM]
     keys,  # [num_blocks, kv_heads, BLOCK_SIZE, HEAD_DIM]
@@ -148,13 +204,15 @@ def _decode_kernel(
     tables,  # [num_rows, max_blocks]
     rows,  # [seqs]
     out,  # [seqs, heads, HEAD_DIM]
-    partial_o,  # [seqs, heads, max_splits, HEAD_DIM]
-    partial_lse,  # [seqs, heads, max_splits]
+    partial_o,  # [seqs, heads, max_shared_splits + max_splits, HEAD_DIM]: in use are the first, shared ones before own
+    partial_lse,  # [seqs, heads, max_shared_splits + max_splits]
     context_lens,  # [seqs]
     seqs,
     kv_heads,
     programs,
     max_splits,
+    lots,  # None, or [seqs]: the lots of shared tokens, which are left out here
+    max_shared_splits,  # None without `lots`
     scale,
     query_token_stride,
     query_head_stride,
@@ -195,10 +253,13 @@ def _decode_kernel(
     start = 0
     end = context_len
     num_splits = 1
+    if lots is not None:
+        start += tl.load(lots + seq) * SHARED_LOT
     if SPLIT:
-        per_split = TILE * _tiles_per_split(context_len, context_lens, seqs, kv_heads, programs, max_splits, TILE)
-        num_splits = tl.cdiv(context_len, per_split)
-        start = split * per_split
+        own = context_len - start
+        per_split = TILE * _tiles_per_split(own, context_lens, seqs, kv_heads, programs, max_splits, lots, TILE)
+        num_splits = tl.cdiv(own, per_split)
+        start += split * per_split
         end = tl.minimum(start + per_split, context_len)
         if split >= num_splits:
             return
@@ -207,18 +268,24 @@ def _decode_kernel(
     q = tl.load(query + q_at, mask=exists, other=0.0)  # [ROWS, DIM]
     table = tables + tl.load(rows + seq).to(tl.int64) * table_stride
     kv_at = kv_head.to(tl.int64) * kv_head_stride
+    if lots is not None:  # the shared splits come before; counted after the loop, their number would spill
+        split += _shared_splits(tl.load(lots + seq), max_shared_splits)[0]
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)  # noqa: E741
     o = tl.zeros([ROWS, DIM], tl.float32)
     whole = end // TILE * TILE  # `start` is a multiple of TILE, so tiles are whole up to here
-    # The last tile's blocks are looked up now, so that their numbers have arrived when the loop is done.
-    last_block = _look_up(table, whole, end, BLOCK_SIZE, TILE)
+    # The last tile's blocks are looked up now, so that their numbers have arrived when the loop is done. Codes and
+    # lots together leave some shapes no registers for these numbers, so there they are looked up after the loop.
+    if lots is None or kv_scales is None:
+        last_block = _look_up(table, whole, end, BLOCK_SIZE, TILE)
     for first in range(start, whole, TILE):
         block = _look_up(table, first, end, BLOCK_SIZE, TILE)
         m, l, o = _attend(  # noqa: E741
             q, m, l, o, keys + kv_at, values + kv_at, kv_scales, block, first, end, row,
             scale, block_stride, slot_stride, BLOCK_SIZE, TILE, HEAD_DIM, DIM, MASKED=False,
         )  # fmt: skip
+    if lots is not None and kv_scales is not None:
+        last_block = _look_up(table, whole, end, BLOCK_SIZE, TILE)
     # A loop of one iteration, so that its loads use shared memory too: in registers they would be the kernel's peak.
     last_seen = tl.full([ROWS], end - 1, tl.int32)
     for first in tl.range(whole, end, TILE, num_stages=2):
@@ -228,17 +295,21 @@ def _decode_kernel(
         )  # fmt: skip
     o = o / l[:, None]
 
-    if num_splits == 1:
+    if num_splits == 1 and lots is None:
         tl.store(out + out_at, o.to(out.dtype.element_ty), mask=exists)
     else:
-        partial = (seq * kv_heads * GROUP + head).to(tl.int64) * max_splits + split  # [ROWS]
+        splits = max_splits
+        if lots is not None:  # the shared splits come before
+            splits += max_shared_splits
+        partial = (seq * kv_heads * GROUP + head).to(tl.int64) * splits + split  # [ROWS]
         tl.store(partial_o + partial[:, None] * HEAD_DIM + dim[None, :], o, mask=exists)
         tl.store(partial_lse + partial, m + tl.log2(l), mask=row < GROUP)
 
 
 @triton.jit
-def _tiles_per_split(context_len, context_lens, seqs, kv_heads, programs, max_splits, TILE: tl.constexpr):
-    """Return the tiles per split of one sequence, such that the whole batch divides evenly over `programs`.
+def _tiles_per_split(own, context_lens, seqs, kv_heads, programs, max_splits, lots, TILE: tl.constexpr):
+    """Return the tiles per split of one sequence, which has `own` tokens to read by itself, such that the whole batch
+    divides evenly over `programs`.
 
     So a sequence of twice the length gets twice the splits. Then they are evened out: 9 tiles at no fewer than 4 each
     are 5 and 4, not 4, 4 and 1. No split in use is empty.
@@ -246,23 +317,128 @@ def _tiles_per_split(context_len, context_lens, seqs, kv_heads, programs, max_sp
     total = 0  # tiles in the batch
     for first in range(0, seqs, 128):
         seq = first + tl.arange(0, 128)
-        total += tl.sum(tl.cdiv(tl.load(context_lens + seq, mask=seq < seqs, other=0), TILE))
-    tiles = tl.cdiv(context_len, TILE)
+        lens = tl.load(context_lens + seq, mask=seq < seqs, other=0)
+        if lots is not None:
+            lens -= SHARED_LOT * tl.load(lots + seq, mask=seq < seqs, other=0)
+        total += tl.sum(tl.cdiv(lens, TILE))
+    tiles = tl.cdiv(own, TILE)
     at_least = tl.maximum(tl.cdiv(total * kv_heads, programs), tl.cdiv(tiles, max_splits))
     at_least = tl.maximum(at_least, MIN_KEYS_PER_SPLIT // TILE)
     return tl.cdiv(tiles, tl.cdiv(tiles, at_least))
 
 
-@triton.jit(do_not_specialize=["context_lens", "seqs", "kv_heads", "programs", "max_splits"])
+@triton.jit
+def _shared_splits(lots, max_splits):
+    """Return the number of splits of a shared part, and the lots per split. None is empty; without lots there is none.
+
+    Only the group's own length decides, so that each sequence's programs come to the same number by themselves.
+    """
+    at_least = tl.maximum(tl.cdiv(lots, max_splits), MIN_KEYS_PER_SPLIT // SHARED_LOT)
+    per_split = tl.maximum(tl.cdiv(lots, tl.maximum(tl.cdiv(lots, at_least), 1)), 1)
+    return tl.cdiv(lots, per_split), per_split
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rows", "members", "starts", "num_tokens", "groups", "max_shared_splits", "splits", "table_stride"
+    ]
+)  # fmt: skip
+def _shared_kernel(
+    query,  # [seqs, heads, HEAD_DIM]
+    keys,  # [num_blocks, kv_heads, BLOCK_SIZE, HEAD_DIM]
+    values,  # like keys
+    kv_scales,  # None, or [num_blocks, 2, kv_heads, BLOCK_SIZE]
+    tables,  # [num_rows, max_blocks]
+    rows,  # [seqs]
+    members,  # [members]: `kernels.Shared`, like the next two
+    starts,  # [groups + 1]
+    num_tokens,  # [groups]
+    lots,  # [seqs], zeros: set to the lots that are read together
+    partial_o,  # [seqs, heads, splits, HEAD_DIM]
+    partial_lse,  # [seqs, heads, splits]
+    groups,
+    max_shared_splits,
+    splits,
+    scale,
+    query_token_stride,
+    query_head_stride,
+    block_stride,
+    kv_head_stride,
+    slot_stride,
+    table_stride,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """One program per (key/value head, tile, split): its rows are ROWS consecutive (member, head) pairs of one group,
+    and they attend to one split of the group's shared tokens, through the table of the group's first member.
+
+    Pair r of a group is head r % GROUP of its member r // GROUP.
+    """
+    kv_head = tl.program_id(0)
+    tile = tl.program_id(1)
+    split = tl.program_id(2)
+
+    # Group g owns the tiles from (starts[g] * GROUP - g) // ROWS + g on: at least as many as it needs. This tile
+    # belongs to the last group that begins no later.
+    group = -1
+    for first in range(0, groups, 128):
+        g = first + tl.arange(0, 128)
+        begins = (tl.load(starts + g, mask=g < groups, other=0) * GROUP - g) // ROWS + g
+        group += tl.sum(((g < groups) & (begins <= tile)).to(tl.int32))
+    first_member = tl.load(starts + group)
+    num_pairs = (tl.load(starts + group + 1) - first_member) * GROUP
+    first_pair = (tile - ((first_member * GROUP - group) // ROWS + group)) * ROWS
+    here = tl.load(num_tokens + group) // SHARED_LOT
+    num_splits, per_split = _shared_splits(here, max_shared_splits)
+    if (first_pair >= num_pairs) | (split >= num_splits):
+        return
+
+    pair = first_pair + tl.arange(0, ROWS)  # [ROWS]
+    dim = tl.arange(0, DIM)  # [DIM]; the first HEAD_DIM exist
+    real = pair < num_pairs  # [ROWS]
+    exists = real[:, None] & (dim < HEAD_DIM)[None, :]  # [ROWS, DIM]
+    seq = tl.load(members + first_member + pair // GROUP, mask=real, other=0)  # [ROWS]
+    head = kv_head * GROUP + pair % GROUP  # [ROWS]
+    q_at = seq.to(tl.int64) * query_token_stride + head * query_head_stride  # [ROWS]
+    q = tl.load(query + q_at[:, None] + dim[None, :], mask=exists, other=0.0)  # [ROWS, DIM]
+
+    table = tables + tl.load(rows + tl.load(members + first_member)).to(tl.int64) * table_stride
+    kv_at = kv_head.to(tl.int64) * kv_head_stride
+    start = split * per_split * SHARED_LOT
+    end = tl.minimum(start + per_split * SHARED_LOT, here * SHARED_LOT)
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)  # noqa: E741
+    o = tl.zeros([ROWS, DIM], tl.float32)
+    for first in range(start, end, TILE):
+        block = _look_up(table, first, end, BLOCK_SIZE, TILE)
+        m, l, o = _attend(  # noqa: E741
+            q, m, l, o, keys + kv_at, values + kv_at, kv_scales, block, first, end, pair,
+            scale, block_stride, slot_stride, BLOCK_SIZE, TILE, HEAD_DIM, DIM, MASKED=False,
+        )  # fmt: skip
+    o = o / l[:, None]
+    partial = (seq * (tl.num_programs(0) * GROUP) + head).to(tl.int64) * splits + split  # [ROWS]
+    tl.store(partial_o + partial[:, None] * HEAD_DIM + dim[None, :], o, mask=exists)
+    tl.store(partial_lse + partial, m + tl.log2(l), mask=real)
+    if (kv_head == 0) & (split == 0):
+        tl.store(lots + seq, here, mask=real)
+
+
+@triton.jit(do_not_specialize=["context_lens", "seqs", "kv_heads", "programs", "max_splits", "max_shared_splits"])
 def _reduce_kernel(
     out,  # [seqs, heads, HEAD_DIM]
-    partial_o,  # [seqs, heads, max_splits, HEAD_DIM]
-    partial_lse,  # [seqs, heads, max_splits]
+    partial_o,  # [seqs, heads, max_shared_splits + max_splits, HEAD_DIM]: in use are the first, shared ones before own
+    partial_lse,  # [seqs, heads, max_shared_splits + max_splits]
     context_lens,  # [seqs]
     seqs,
     kv_heads,
     programs,
     max_splits,
+    lots,  # None, or [seqs]: the lots of shared tokens, which are left out here
+    max_shared_splits,  # None without `lots`
     out_token_stride,
     out_head_stride,
     TILE: tl.constexpr,
@@ -275,12 +451,20 @@ def _reduce_kernel(
     context_len = tl.load(context_lens + seq)
     if context_len == 0:
         return
-    per_split = TILE * _tiles_per_split(context_len, context_lens, seqs, kv_heads, programs, max_splits, TILE)
-    num_splits = tl.cdiv(context_len, per_split)
-    if num_splits == 1:  # written already
+    own = context_len
+    splits = max_splits
+    num_splits = 0
+    if lots is not None:
+        here = tl.load(lots + seq)
+        num_splits, _ = _shared_splits(here, max_shared_splits)
+        own -= here * SHARED_LOT
+        splits += max_shared_splits
+    per_split = TILE * _tiles_per_split(own, context_lens, seqs, kv_heads, programs, max_splits, lots, TILE)
+    num_splits += tl.cdiv(own, per_split)
+    if num_splits == 1 and lots is None:  # written already
         return
 
-    base = (seq * tl.num_programs(0) + head).to(tl.int64) * max_splits
+    base = (seq * tl.num_programs(0) + head).to(tl.int64) * splits
     every = tl.arange(0, MAX_SPLITS)
     m = tl.max(tl.load(partial_lse + base + every, mask=every < num_splits, other=float("-inf")))
     dim = tl.arange(0, DIM)
@@ -568,6 +752,14 @@ def prefill_options(
         most //= 2
     rows = max(MIN_ROWS.value, min(most, triton.next_power_of_2(max_query_len * group)))
     return _options(dtype, head_dim, group, block_size, capability, in_8_bits, rows)
+
+
+def shared_options(
+    dtype: torch.dtype, head_dim: int, group: int, block_size: int, capability: int, in_8_bits: bool
+) -> dict[str, Any]:
+    """Return the compile options of the kernel that reads shared blocks: those of a long prompt, whatever the number of
+    members, so that there is one kernel to compile."""
+    return prefill_options(dtype, head_dim, group, block_size, capability, in_8_bits, max_query_len=1024)
 
 
 def reduce_options(decode: dict[str, Any]) -> dict[str, Any]:

@@ -162,13 +162,13 @@ def attention_entries(arch: int, shapes: Sequence[tuple[torch.dtype, int, int, i
                 shared_bytes=None if in_8_bits else attention.shared_bytes(dtype, decode, arch),
             )
         together = attention.shared_options(dtype, head_dim, group, block_size, arch, in_8_bits)
-        groups = dict.fromkeys(("members", "starts", "num_tokens", "lots"), "*i32")
-        groups |= dict.fromkeys(("groups", "max_shared_splits", "splits"), "i32")
+        shared = dict.fromkeys(("members", "starts", "num_tokens", "lots"), "*i32")
+        shared |= dict.fromkeys(("prefixes", "max_shared_splits", "splits"), "i32")
         strides = {name: kind for name, kind in STRIDES.items() if not name.startswith("out_")}
         yield Entry(
             f"shared-{shape}",
             attention._shared_kernel,
-            arrays | where | partial | groups | {"scale": "fp32"} | strides,
+            arrays | where | partial | shared | {"scale": "fp32"} | strides,
             together | scales,
             tensor_cores=on_tensor_cores,
             wgmma=on_tensor_cores and together["ROWS"] == 128,

@@ -40,14 +40,14 @@ from tests.agreement.kernels import TOLERANCE, TRITON
 from tests.agreement.test_llama import Replays, Twins, captured, config_of, uncaptured  # noqa: F401
 from tests.effort import examples
 from tests.fast.guarded import GuardedMemory
-from tests.fast.test_cpu_cascade import groups_of
+from tests.fast.test_cpu_cascade import prefixes_of
 
 LAYER = 1
 
 
 @dataclass
 class Batch:
-    """Sequences with one query token each, in the caches of both tiers, and the groups that share."""
+    """Sequences with one query token each, in the caches of both tiers, and their shared prefixes."""
 
     query: torch.Tensor  # [seqs, heads, head_dim]
     cache: FastCache
@@ -99,7 +99,7 @@ class Batch:
 
 
 def make_batch(
-    groups: Sequence[tuple[int, int]],
+    prefixes: Sequence[tuple[int, int]],
     lens: Sequence[int],
     *,
     block_size: int = 16,
@@ -110,10 +110,10 @@ def make_batch(
     kv_cache_dtype: str = "auto",
     seed: int = 0,
 ) -> Batch:
-    """`groups`: of each the number of members, and of blocks with which all of them begin. `lens`: of all sequences,
-    the tokens after those; the sequences after the groups' members share nothing. They are in random order."""
+    """`prefixes`: of each the number of members, and of its blocks. `lens`: of all sequences, the tokens after
+    those; the sequences after the members share nothing. They are in random order."""
     rng = np.random.default_rng(seed)
-    common = [number for members, blocks in groups for number in [blocks] * members]
+    common = [number for members, blocks in prefixes for number in [blocks] * members]
     common += [0] * (len(lens) - len(common))
     context_lens = np.array(common) * block_size + lens
     counts = -(-context_lens // block_size)
@@ -126,7 +126,7 @@ def make_batch(
     places = iter(rng.permutation(total).tolist())
     tables = np.full((len(lens), int(counts.max())), -1, np.int32)
     first = 0
-    for members, blocks in groups:
+    for members, blocks in prefixes:
         tables[first : first + members, :blocks] = [next(places) for _ in range(blocks)]
         first += members
     for table, shared, count in zip(tables, common, counts, strict=True):
@@ -146,15 +146,15 @@ def make_batch(
 def test_what_is_read_once_gives_the_result_of_reading_it_for_each(data: st.DataObject) -> None:
     block_size = data.draw(st.sampled_from([16, 4, 7, 64, 100, 256]))
     most = max(1, 300 // block_size)
-    groups = data.draw(
+    prefixes = data.draw(
         st.lists(st.tuples(st.integers(2, 8), st.integers(1, most) | st.just(most)), min_size=1, max_size=3)
     )
     alone = data.draw(st.integers(0, 2))
-    seqs = sum(members for members, _ in groups) + alone
+    seqs = sum(members for members, _ in prefixes) + alone
     own = st.sampled_from([1, block_size - 1, block_size, block_size + 1, 64]) | st.integers(1, 100)
     kv_heads, group = data.draw(st.sampled_from([(1, 1), (1, 3), (2, 2), (1, 8), (1, 20)]))
     batch = make_batch(
-        groups,
+        prefixes,
         data.draw(st.lists(own.map(lambda n: max(1, n)), min_size=seqs, max_size=seqs)),
         block_size=block_size,
         kv_heads=kv_heads,
@@ -166,7 +166,7 @@ def test_what_is_read_once_gives_the_result_of_reading_it_for_each(data: st.Data
     )
     shared = batch.shared
     assert shared is not None
-    assert set(groups) <= {(len(shared.members), 0)} or len(shared.num_tokens) == len(groups)
+    assert set(prefixes) <= {(len(shared.members), 0)} or len(shared.num_tokens) == len(prefixes)
     batch.check(batch.decoded(shared, num_sms=data.draw(st.sampled_from([1, 2, 16]))))
 
 
@@ -182,7 +182,7 @@ def test_every_group_has_the_tiles_that_it_needs() -> None:
 
 
 def in_order(shared: Shared | None, sizes: list[int]) -> Shared:
-    """The same groups, ordered by these sizes."""
+    """The same prefixes, ordered by these sizes."""
     assert shared is not None
     members, starts, num_tokens = shared
     parts = {z - a: (members[a:z], n) for (a, z), n in zip(pairwise(starts.tolist()), num_tokens, strict=True)}
@@ -211,11 +211,11 @@ def _short_probe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Seen:
-    """The groups of each decoding attention of the first layer. From here on models take a GPU's way, and share all
+    """The shared prefixes of each decoding attention of the first layer. From here on models take a GPU's way, and share all
     that can be shared."""
 
     def __init__(self, twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.groups: list[list[tuple[list[int], int]]] = []
+        self.prefixes: list[list[tuple[list[int], int]]] = []
         cache = twins.fast.kv_cache
         self._first, self._decode = cache.layer(0)[0].data_ptr(), cache.kernels.paged_decode
         monkeypatch.setattr(cache.kernels, "paged_decode", self._seen)
@@ -224,7 +224,7 @@ class Seen:
 
     def _seen(self, query: torch.Tensor, paged: Paged, scale: float) -> torch.Tensor:
         if paged.keys.data_ptr() == self._first:
-            self.groups.append(groups_of(paged.shared))
+            self.prefixes.append(prefixes_of(paged.shared))
         return self._decode(query, paged, scale)
 
 
@@ -244,13 +244,13 @@ def test_logits_are_the_references(dtype: torch.dtype, kv_cache_dtype: str, monk
     ]
     for batch in ([BatchRow([7 * i % 64 for i in range(128)], 0, range(32), wants_logits=False)], rows):
         expected, logits = twins.reference.forward(batch), twins.fast.forward(batch).float().cpu().numpy()
-    assert seen.groups == [[([1, 2, 3], 128)]]
+    assert seen.prefixes == [[([1, 2, 3], 128)]]
     error = np.linalg.norm(logits - expected, axis=1) / np.linalg.norm(expected, axis=1)
     assert error.max() < twins.tolerance, error
 
 
 @pytest.mark.usefixtures("uncaptured")
-def test_a_step_that_shares_is_not_replayed_and_its_groups_stay_while_its_sequences_go_on(
+def test_a_step_that_shares_is_not_replayed_and_its_prefixes_stay_while_its_sequences_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     twins = Twins(TRITON, torch.float32, config_of(), seed=8)
@@ -270,7 +270,7 @@ def test_a_step_that_shares_is_not_replayed_and_its_groups_stay_while_its_sequen
         twins.run([1, 1, 1], [1, 1, 1])
     twins.begin([1, 2, 3, 4, 5, 6, 7, 8])
     twins.run([1, 1, 1, 5], [1, 1, 1, 1])  # beside a prompt
-    assert seen.groups == [[([0, 1, 2], 68)]] * 6
+    assert seen.prefixes == [[([0, 1, 2], 68)]] * 6
     assert len(searched) == 3
     assert replays.sizes == []
     saved = 2 * 68 * 2 * 2 * 32 * 4  # bytes: two read what the third reads; keys, values; 2 heads of 32 numbers
@@ -308,4 +308,4 @@ def test_requests_get_the_references_tokens(monkeypatch: pytest.MonkeyPatch) -> 
     expected = served(reference_tier(), twins.reference)
     assert served(fast_tier(), twins.fast) == expected
     assert len(expected) == 4
-    assert max(len(members) for groups in seen.groups for members, n in groups if n == 68) == 5
+    assert max(len(members) for prefixes in seen.prefixes for members, n in prefixes if n == 68) == 5

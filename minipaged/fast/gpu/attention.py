@@ -98,7 +98,7 @@ def paged_decode(query: Tensor, paged: Paged, scale: float) -> Tensor:
     """See `minipaged.fast.kernels`. Queries may be strided by token and by head.
 
     Raises ValueError for shapes or strides that do not fit. Its allocations depend on shapes alone, so that a CUDA
-    graph can record it. (Of `paged.shared`, a graph would record the numbers of members and groups.)
+    graph can record it. (Of `paged.shared`, a graph would record the numbers of prefixes and members.)
     """
     keys, values, tables, rows, context_lens, kv_scales, shared = paged
     seqs, heads, head_dim = query.shape
@@ -173,13 +173,14 @@ def _max_splits(seqs: int, kv_heads: int, num_sms: int) -> int:
     return max(1, min(int(MAX_SPLITS.value), room))
 
 
-def _shared_tiles(members: int, groups: int, group: int, rows: int) -> int:
+def _shared_tiles(members: int, prefixes: int, group: int, rows: int) -> int:
     """Return the number of tiles of `rows` (member, head) pairs for which the grid has room. `group`: the query heads
     of a key/value head.
 
-    It depends on these numbers alone, because the host does not know the groups' sizes. One group fills it exactly.
+    It depends on these numbers alone, because the host does not know how many members each prefix has. One prefix fills
+    it exactly.
     """
-    return (members * group - groups) // rows + groups
+    return (members * group - prefixes) // rows + prefixes
 
 
 def _max_splits_of_both(max_splits: int, tiles: int, kv_heads: int, num_sms: int) -> tuple[int, int]:
@@ -331,7 +332,7 @@ def _tiles_per_split(own, context_lens, seqs, kv_heads, programs, max_splits, lo
 def _shared_splits(lots, max_splits):
     """Return the number of splits of a shared part, and the lots per split. None is empty; without lots there is none.
 
-    Only the group's own length decides, so that each sequence's programs come to the same number by themselves.
+    Only the prefix's own length decides, so that each sequence's programs come to the same number by themselves.
     """
     at_least = tl.maximum(tl.cdiv(lots, max_splits), MIN_KEYS_PER_SPLIT // SHARED_LOT)
     per_split = tl.maximum(tl.cdiv(lots, tl.maximum(tl.cdiv(lots, at_least), 1)), 1)
@@ -340,7 +341,7 @@ def _shared_splits(lots, max_splits):
 
 @triton.jit(
     do_not_specialize=[
-        "rows", "members", "starts", "num_tokens", "groups", "max_shared_splits", "splits", "table_stride"
+        "rows", "members", "starts", "num_tokens", "prefixes", "max_shared_splits", "splits", "table_stride"
     ]
 )  # fmt: skip
 def _shared_kernel(
@@ -351,12 +352,12 @@ def _shared_kernel(
     tables,  # [num_rows, max_blocks]
     rows,  # [seqs]
     members,  # [members]: `kernels.Shared`, like the next two
-    starts,  # [groups + 1]
-    num_tokens,  # [groups]
+    starts,  # [prefixes + 1]
+    num_tokens,  # [prefixes]
     lots,  # [seqs], zeros: set to the lots that are read together
     partial_o,  # [seqs, heads, splits, HEAD_DIM]
     partial_lse,  # [seqs, heads, splits]
-    groups,
+    prefixes,
     max_shared_splits,
     splits,
     scale,
@@ -373,26 +374,26 @@ def _shared_kernel(
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """One program per (key/value head, tile, split): its rows are ROWS consecutive (member, head) pairs of one group,
-    and they attend to one split of the group's shared tokens, through the table of the group's first member.
+    """One program per (key/value head, tile, split): its rows are ROWS consecutive (member, head) pairs of one shared
+    prefix, and they attend to one split of its tokens, through the table of its first member.
 
-    Pair r of a group is head r % GROUP of its member r // GROUP.
+    Pair r of a prefix is head r % GROUP of its member r // GROUP.
     """
     kv_head = tl.program_id(0)
     tile = tl.program_id(1)
     split = tl.program_id(2)
 
-    # Group g owns the tiles from (starts[g] * GROUP - g) // ROWS + g on: at least as many as it needs. This tile
-    # belongs to the last group that begins no later.
-    group = -1
-    for first in range(0, groups, 128):
-        g = first + tl.arange(0, 128)
-        begins = (tl.load(starts + g, mask=g < groups, other=0) * GROUP - g) // ROWS + g
-        group += tl.sum(((g < groups) & (begins <= tile)).to(tl.int32))
-    first_member = tl.load(starts + group)
-    num_pairs = (tl.load(starts + group + 1) - first_member) * GROUP
-    first_pair = (tile - ((first_member * GROUP - group) // ROWS + group)) * ROWS
-    here = tl.load(num_tokens + group) // SHARED_LOT
+    # Prefix i owns the tiles from (starts[i] * GROUP - i) // ROWS + i on: at least as many as it needs. This tile
+    # belongs to the last prefix that begins no later.
+    prefix = -1
+    for first in range(0, prefixes, 128):
+        i = first + tl.arange(0, 128)
+        begins = (tl.load(starts + i, mask=i < prefixes, other=0) * GROUP - i) // ROWS + i
+        prefix += tl.sum(((i < prefixes) & (begins <= tile)).to(tl.int32))
+    first_member = tl.load(starts + prefix)
+    num_pairs = (tl.load(starts + prefix + 1) - first_member) * GROUP
+    first_pair = (tile - ((first_member * GROUP - prefix) // ROWS + prefix)) * ROWS
+    here = tl.load(num_tokens + prefix) // SHARED_LOT
     num_splits, per_split = _shared_splits(here, max_shared_splits)
     if (first_pair >= num_pairs) | (split >= num_splits):
         return

@@ -87,7 +87,7 @@ class Batch:
         np.testing.assert_allclose(result, expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
     def check_who_reads(self, shared: Shared, blocks: int) -> None:
-        """The first blocks of each group are read in its first member's table: the others' entries lead to NaN here."""
+        """The first blocks of each prefix are read in its first member's table: the others' entries lead to NaN here."""
         expected = self.decoded(None)
         unused = min(set(range(self.cache.num_blocks)) - set(self.tables.ravel().tolist()))
         first = shared.members[shared.starts[:-1].long()].tolist()
@@ -170,8 +170,8 @@ def test_what_is_read_once_gives_the_result_of_reading_it_for_each(data: st.Data
     batch.check(batch.decoded(shared, num_sms=data.draw(st.sampled_from([1, 2, 16]))))
 
 
-def test_every_group_has_the_tiles_that_it_needs() -> None:
-    """The first group fills its one tile, and the second has a row more than a tile. Nothing is left of the grid then:
+def test_every_prefix_has_the_tiles_that_it_needs() -> None:
+    """The first prefix fills its one tile, and the second has a row more than a tile. Nothing is left of the grid then:
     if the second began a tile later, its last sequence would have none, and would read its own entries."""
     rows = attention.shared_options(torch.float32, 16, 1, 64, 80, in_8_bits=False)["ROWS"]
     sizes = [rows, rows + 1]
@@ -211,8 +211,8 @@ def _short_probe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Seen:
-    """The shared prefixes of each decoding attention of the first layer. From here on models take a GPU's way, and share all
-    that can be shared."""
+    """The shared prefixes of each decoding attention of the first layer. From here on models take a GPU's way, and
+    share all that can be shared."""
 
     def __init__(self, twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
         self.prefixes: list[list[tuple[list[int], int]]] = []

@@ -87,7 +87,7 @@ class Batch:
         np.testing.assert_allclose(result, expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
     def check_who_reads(self, shared: Shared, blocks: int) -> None:
-        """The first blocks of each prefix are read in its first member's table: the others' entries lead to NaN here."""
+        """The blocks of each prefix are read in its first member's table: the others' entries lead to NaN here."""
         expected = self.decoded(None)
         unused = min(set(range(self.cache.num_blocks)) - set(self.tables.ravel().tolist()))
         first = shared.members[shared.starts[:-1].long()].tolist()

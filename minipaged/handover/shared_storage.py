@@ -206,7 +206,7 @@ class SharedStorageConnector:
             return None
         block = data[DIGEST_BYTES:]
         digest.update(block)
-        if len(block) == self._block_bytes and data[:DIGEST_BYTES] == digest.digest():
+        if data[:DIGEST_BYTES] == digest.digest():
             return block
         self._tell(ValueError(f"{path} is cut, damaged or from elsewhere, and is removed"))
         with suppress(OSError):

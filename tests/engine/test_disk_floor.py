@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -552,6 +554,22 @@ def test_a_full_folder_loses_nothing_by_the_measurement(tmp_path: Path) -> None:
     opened(tmp_path, 4, 8 * (16 + 4 * BYTES))
     assert sorted(tmp_path.glob("*.block")) == before
     assert len(before) == 8
+
+
+def test_a_folder_on_a_full_file_system_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is room for eight blocks, and eight are there."""
+    first, right = opened(tmp_path, 4), tempfile.mkstemp
+    for number in range(8):
+        first.store([number] * 4, {0: bytes(4 * BYTES)})
+
+    def mkstemp(**given: Any) -> tuple[int, str]:
+        if len(list(tmp_path.glob("*.block"))) >= 8:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return right(**given)
+
+    monkeypatch.setattr(tempfile, "mkstemp", mkstemp)
+    opened(tmp_path, 4)
+    assert len(list(tmp_path.glob("*.block"))) == 7
 
 
 def test_a_block_that_others_remove_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,7 +157,7 @@ def test_options_reach_the_fields_that_they_are_called_after() -> None:
     assert {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()} == expected
     given["swap_space"] = None  # the other way to say num_swap_blocks
     given["kv_connector"] = None  # does not go without prefix caching, nor with several ranks
-    given |= {"kv_cache_tiers": (), "kv_cache_folder": None}  # the same
+    given |= {"kv_cache_tiers": (), "kv_cache_folder": None, "kv_cache_disk_space": 4.0}  # the same
     for kind in KINDS:
         kind(**given_for(kind, given))
 

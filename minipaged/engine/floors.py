@@ -47,8 +47,8 @@ they read or wrote, demotions and promotions. What is forgotten is computed, so 
 a request. Blocks of steps committed before stay.
 
 *Break-even.* A floor is used only if carrying a block from there takes less time than computing its tokens, by the
-cost model that swapping has (`policy.py`); for the disk, with its own speed. Both sides grow with the number of blocks,
-so this is one answer for a machine.
+cost model that swapping has (`policy.py`). The disk adds the time of storing a block and of loading it. Both sides grow
+with the number of blocks, so this is one answer for a machine.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice, takewhile
 from typing import Literal, NamedTuple, Protocol
@@ -69,7 +69,6 @@ from minipaged.engine.policy import carry_seconds, recompute_seconds
 from minipaged.engine.prefix_cache import PrefixCache
 from minipaged.engine.sequence import Request
 from minipaged.engine.step_writer import StepWriters
-from minipaged.engine.views import plain
 from minipaged.errors import InvalidRequest
 from minipaged.events import BlockDemoted, BlocksLoaded, BlocksPromoted, Emit, HostBlockDropped
 from minipaged.handover.kv_connector import KVConnector
@@ -231,8 +230,8 @@ class HostFloor:
 class Disk(KVConnector, Protocol):
     """A KV connector whose speed is known (`disk_floor.py`)."""
 
-    bytes_per_second: float
-    """The speed of loading."""
+    seconds_per_block: float
+    """The time to store a block and to load it again."""
 
 
 class FlooredBlockManager(BlockManager):
@@ -372,9 +371,7 @@ class FlooredBlockManager(BlockManager):
         computing = recompute_seconds(costs, self.block_size)
         self._pays = carry_seconds(costs, 1) < computing
         if self._disk:
-            speed, size = self._disk.bytes_per_second, self._block_bytes
-            by_disk = replace(plain(costs), link_bytes_per_second=speed, block_bytes=size)
-            self._disk_pays = carry_seconds(by_disk, 1) < computing
+            self._disk_pays = self._disk.seconds_per_block + carry_seconds(costs, 1) < computing
 
     def _stored(self, tokens: Sequence[int], start: int, stop: int) -> list[bytes]:
         """The logical blocks from `start` on that the disk has, up to the first that is missing or of another size."""

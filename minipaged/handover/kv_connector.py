@@ -14,8 +14,8 @@ and loads their content before it allocates blocks for it. So no block is held f
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,12 @@ class Handshake:
     head_dim: int
     block_size: int
     """Tokens per block."""
+    block_bytes: int
+    """Bytes per block. They follow from the properties above, so engines do not compare them."""
+
+    def compared(self) -> dict[str, Any]:
+        """The properties that engines compare, by name."""
+        return {name: value for name, value in asdict(self).items() if name != "block_bytes"}
 
 
 class KVConnector(Protocol):
@@ -51,7 +57,8 @@ class KVConnector(Protocol):
         errors of `check`."""
 
     def lacking(self, token_ids: Sequence[int], start: int, stop: int) -> Sequence[int]:
-        """Return the numbers in start .. stop - 1 of the blocks that are missing here and that `store` would accept."""
+        """Return the numbers in start .. stop - 1 of the blocks that are missing here and that `store` would accept.
+        The engine has the others too, so they count as used now."""
 
     def store(self, token_ids: Sequence[int], blocks: Mapping[int, bytes]) -> Sequence[int]:
         """Store these blocks, given by logical number. Return the numbers of those that are stored now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -132,7 +133,7 @@ def disk_floor(asked: Settings) -> DiskFloor | None:
     """The floor on disk, not open yet; None if none is asked for."""
     if asked.kv_cache_folder is None:
         return None
-    return DiskFloor(asked.kv_cache_folder, int(asked.kv_cache_disk_space * 2**30))
+    return DiskFloor(asked.kv_cache_folder, math.ceil(asked.kv_cache_disk_space * 2**30))
 
 
 def handshake(asked: Settings, folder: Path, config: ModelConfig, tier: DeviceTier) -> Handshake:
@@ -145,6 +146,7 @@ def handshake(asked: Settings, folder: Path, config: ModelConfig, tier: DeviceTi
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         block_size=asked.block_size,
+        block_bytes=tier.block_bytes(config, asked.block_size, asked.kv_cache_dtype),
     )
 
 

@@ -19,6 +19,9 @@ from minipaged.scheduling import MakePolicy
 MakeAllocator = Callable[[int], BlockAllocator]
 """A class of block allocators (or a function) to call with the number of blocks."""
 
+DISK_SPACE = 4.0
+"""The default of `kv_cache_disk_space`."""
+
 
 def left_open(name: str) -> Any:
     """Make a field like EngineConfig's of this name that the user may leave open (None)."""
@@ -66,8 +69,8 @@ class Settings(EngineSettings):
     kv_cache_folder: str | None = None
     """Folder of the blocks that `kv_cache_tiers` keeps on "disk". Other engines may use it too, and so may a
     `SharedStorageConnector`."""
-    kv_cache_disk_space: float = setting(4.0, above=0, at_most=2**20)
-    """Size of the blocks in `kv_cache_folder` in GiB; the least recently used are removed."""
+    kv_cache_disk_space: float = setting(DISK_SPACE, above=0, at_most=2**20)
+    """Size of all blocks in `kv_cache_folder` in GiB, at least that of one; the least recently used are removed."""
 
     def __post_init__(self) -> None:
         if self.max_model_len in (-1, "auto"):  # vLLM's ways to leave it open
@@ -90,6 +93,11 @@ class Settings(EngineSettings):
             raise InvalidRequest(
                 f"kv_cache_tiers is {self.kv_cache_tiers!r} and kv_cache_folder is {self.kv_cache_folder!r}; give "
                 "('host', 'disk') and a folder, or leave the folder out"
+            )
+        if self.kv_cache_folder is None and self.kv_cache_disk_space != DISK_SPACE:
+            raise InvalidRequest(
+                f"kv_cache_disk_space is {self.kv_cache_disk_space} but there is no kv_cache_folder; give ('host', "
+                "'disk') as kv_cache_tiers and a folder, or leave it out"
             )
         if self.kv_cache_folder is not None:
             self._check_one_rank("kv_cache_folder", "can keep blocks on disk")

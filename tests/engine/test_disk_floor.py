@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 import subprocess
 import sys
+import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +22,8 @@ from minipaged import LLM, SamplingParams
 from minipaged.engine.floors import BlockName, Disk, FlooredBlockManager, HostFloor, KeptBlock
 from minipaged.errors import InvalidRequest, InvariantViolation
 from minipaged.events import BlocksLoaded, HostBlockDropped
-from minipaged.handover.disk_floor import DiskFloor
+from minipaged.handover import disk_floor
+from minipaged.handover.disk_floor import PROBES, DiskFloor
 from minipaged.handover.kv_connector import Handshake
 from minipaged.handover.shared_storage import SharedStorageConnector
 from minipaged.params import EngineConfig
@@ -38,7 +43,7 @@ BYTES = 8
 class DiskInMemory(InMemory):
     """A disk whose files are entries of a dictionary. `calls`: called before each call, and may raise."""
 
-    bytes_per_second = 1e12
+    seconds_per_block = 0.0
 
     def __init__(self, block_size: int, calls: Callable[[str], None] = lambda name: None) -> None:
         super().__init__(block_size)
@@ -131,7 +136,7 @@ def test_every_invariant_holds_with_two_floors(seeds: range) -> None:
 def test_a_disk_that_is_slower_than_computing_is_not_used() -> None:
     for seed in range(20):
         disk = DiskInMemory(block_size_of(seed))
-        disk.bytes_per_second = 1e-9
+        disk.seconds_per_block = 1e9
         assert not check(disk_run(seed, disk)).happened["host block dropped: to disk"]
         assert not disk.blocks
 
@@ -335,7 +340,7 @@ def test_the_oracle_finds_a_disk_that_goes_by_a_blocks_own_tokens() -> None:
 def opened(folder: Path, block_size: int, max_bytes: int = 1 << 30) -> DiskFloor:
     disk = DiskFloor(folder, max_bytes)
     disk.open(handshake(block_size))
-    disk.bytes_per_second = 1e12
+    disk.seconds_per_block = 0.0
     return disk
 
 
@@ -348,6 +353,7 @@ def handshake(block_size: int) -> Handshake:
         num_kv_heads=1,
         head_dim=2,
         block_size=block_size,
+        block_bytes=BYTES * block_size,
     )
 
 
@@ -412,12 +418,13 @@ from minipaged.handover.kv_connector import Handshake
 
 BOUND = 3 * 1016
 SHAPE = Handshake(
-    model="killed", dtype="float32", kv_cache_dtype="auto", num_layers=1, num_kv_heads=1, head_dim=2, block_size=4
+    model="killed", dtype="float32", kv_cache_dtype="auto", num_layers=1, num_kv_heads=1, head_dim=2, block_size=4,
+    block_bytes=1000,
 )
 
 def opened(folder):
     disk = DiskFloor(folder, BOUND)
-    disk._measure = lambda: 1e12
+    disk._measure = lambda: 0.0
     disk.open(SHAPE)
     return disk
 
@@ -458,7 +465,7 @@ def in_the_child(folder):
     builtins.open = io.open = lambda path, mode="r", *given, **more: (
         Halves(right(path, mode, *given, **more)) if "w" in mode else right(path, mode, *given, **more)
     )
-    for name in ("fsync", "replace", "link", "unlink", "mkdir", "scandir"):
+    for name in ("fsync", "replace", "link", "unlink", "mkdir", "scandir", "utime"):
         deadly(os, name)
     disk = opened(folder)
     for tokens, logical, content in blocks():
@@ -520,6 +527,149 @@ def test_blocks_whose_load_was_planned_in_vain_are_not_loaded_later() -> None:
     assert planned
 
 
+# --- The disk's speed -----------------------------------------------------------------------------
+
+
+class SlowDisk(DiskFloor):
+    """Takes its time to write and to read."""
+
+    writing = reading = 0.0
+    num_loads = 0
+
+    def _write(self, path: Path, data: bytes, *, to_stay: bool = False) -> None:
+        time.sleep(self.writing)
+        super()._write(path, data, to_stay=to_stay)
+
+    def load(self, token_ids: Sequence[int], start: int, stop: int) -> Sequence[bytes]:
+        self.num_loads += 1
+        time.sleep(self.reading)
+        return super().load(token_ids, start, stop)
+
+
+@pytest.mark.parametrize(("writing", "reading"), [(0.2, 0.0), (0.0, 0.2), (0.2, 0.2)])
+def test_the_time_of_a_block_is_that_of_storing_and_of_loading(writing: float, reading: float, tmp_path: Path) -> None:
+    disk = SlowDisk(tmp_path / "kv")
+    assert disk.seconds_per_block == float("inf")
+    disk.writing, disk.reading = writing, reading
+    disk.open(handshake(4))
+    assert writing + reading <= disk.seconds_per_block < writing + reading + 1
+    assert disk.num_loads == 1, "a slow disk is measured once"
+    assert [path.name for path in disk.folder.iterdir()] == ["handshake.json"]
+
+
+def test_the_speed_is_measured_with_blocks_of_the_engines_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each engine has its own, so none removes another's."""
+    written: list[tuple[Path, int]] = []
+    right = DiskFloor._write
+
+    def write(self: DiskFloor, path: Path, data: bytes, **more: Any) -> None:
+        written.append((path, len(data)))
+        right(self, path, data, **more)
+
+    monkeypatch.setattr(DiskFloor, "_write", write)
+    for _ in range(2):
+        opened(tmp_path, 5)
+    _handshake, *blocks = written
+    assert {size for _, size in blocks} == {16 + 5 * BYTES}
+    assert 2 <= len({path for path, _ in blocks}) == len(blocks) <= 2 * PROBES
+
+
+def test_an_engine_that_measures_and_one_that_makes_room_do_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one measures, the other stores into a full folder. It may remove one block more."""
+    size, most = 16 + 4 * BYTES, 64 * (16 + 4 * BYTES)
+    first, right, there = opened(tmp_path, 4, most), os.fsync, list[int]()
+    for number in range(64):
+        first.store([number] * 4, {0: bytes(4 * BYTES)})
+
+    def fsync(descriptor: int) -> None:
+        right(descriptor)
+        first._num_since = first.max_bytes  # a scan is due
+        assert first.store([100 + len(there)] * 4, {0: bytes(4 * BYTES)}) == [0]
+        there.append(len(list(tmp_path.glob("*.block"))))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    second = DiskFloor(tmp_path, most)
+    second.open(handshake(4))
+    monkeypatch.undo()
+    assert second.seconds_per_block < 10
+    assert min(there) >= 59
+    left = list(tmp_path.glob("*.block"))
+    assert 58 * size <= sum(path.stat().st_size for path in left) <= most
+    last = 100 + len(there) - 1
+    assert len(second.load([last] * 4, 0, 1)) == 1
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_full_folder_loses_nothing_by_the_measurement(tmp_path: Path) -> None:
+    first = opened(tmp_path, 4, 8 * (16 + 4 * BYTES))
+    for number in range(8):
+        first.store([number] * 4, {0: bytes(4 * BYTES)})
+    before = sorted(tmp_path.glob("*.block"))
+    opened(tmp_path, 4, 8 * (16 + 4 * BYTES))
+    assert sorted(tmp_path.glob("*.block")) == before
+    assert len(before) == 8
+
+
+def test_a_folder_on_a_full_file_system_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is room for eight blocks, and eight are there."""
+    first, right = opened(tmp_path, 4), tempfile.mkstemp
+    for number in range(8):
+        first.store([number] * 4, {0: bytes(4 * BYTES)})
+
+    def mkstemp(**given: Any) -> tuple[int, str]:
+        if len(list(tmp_path.glob("*.block"))) >= 8:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return right(**given)
+
+    monkeypatch.setattr(tempfile, "mkstemp", mkstemp)
+    opened(tmp_path, 4)
+    assert len(list(tmp_path.glob("*.block"))) == 7
+
+
+def test_a_block_that_others_remove_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is gone takes no time to load."""
+    right_fsync, right_replace, calls = os.fsync, os.replace, list[Path]()
+
+    def replace(source: str, target: Path) -> None:
+        right_replace(source, target)
+        calls.append(target)
+        if len(calls) % 4 == 1:
+            target.unlink()
+
+    def fsync(descriptor: int) -> None:
+        right_fsync(descriptor)
+        if len(calls) % 4 == 2:
+            calls[-1].unlink()
+
+    monkeypatch.setattr(disk_floor, "PROBE_SECONDS", 1e9)
+    disk = SlowDisk(tmp_path)
+    SharedStorageConnector.open(disk, handshake(4))
+    disk.seconds_per_block = 0.0
+    monkeypatch.setattr(os, "replace", replace)
+    monkeypatch.setattr(os, "fsync", fsync)
+    disk.open(handshake(4))
+    assert len(calls) == PROBES
+    assert 0 < disk.seconds_per_block < 10
+    monkeypatch.setattr(os, "fsync", lambda descriptor: [path.unlink() for path in tmp_path.glob("*.block")])
+    with pytest.raises(InvalidRequest, match="blocks cannot be read after they were written"):
+        disk.open(handshake(4))
+
+
+def test_a_disk_is_used_up_to_the_time_of_computing() -> None:
+    """A token takes a millisecond to compute, and a block half a microsecond to move to the host."""
+    for seed in range(0, 40, 4):
+        for less, used in ((6e-7, True), (4e-7, False)):
+            size = block_size_of(seed)
+            disk = DiskInMemory(size)
+            disk.seconds_per_block = size * 1e-3 - less
+            run = check(disk_run(seed, disk))
+            assert isinstance(run.engine.blocks, FlooredBlockManager)
+            assert run.engine.blocks._disk_pays == used
+            assert used or not disk.blocks
+
+
 # --- An LLM ---------------------------------------------------------------------------------------
 
 SIZES: dict[str, Any] = {"block_size": 4, "num_blocks": 24, "num_swap_blocks": 4, "max_model_len": 64, "debug": True}
@@ -536,7 +686,7 @@ def prompts() -> list[list[int]]:
 def test_an_llm_with_two_floors_gives_the_same_tokens(
     tiny_model: Path, tmp_path: Path, tier: str, kv_cache_dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DiskFloor, "_measure", lambda self: 1e12)
+    monkeypatch.setattr(DiskFloor, "_measure", lambda self: 0.0)
     monkeypatch.setattr("minipaged.engine.floors.carry_seconds", lambda costs, blocks: 0.0)
     given: dict[str, Any] = {
         "tier": tier,
@@ -558,7 +708,7 @@ def test_an_llm_with_two_floors_gives_the_same_tokens(
 
 
 def test_what_a_connector_has_left_is_found(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DiskFloor, "_measure", lambda self: 1e12)
+    monkeypatch.setattr(DiskFloor, "_measure", lambda self: 0.0)
     monkeypatch.setattr("minipaged.engine.floors.carry_seconds", lambda costs, blocks: 0.0)
     given: dict[str, Any] = {"tier": "reference", "dtype": "float32", **SIZES}
     first = LLM(tiny_model, **given, kv_connector=SharedStorageConnector(tmp_path))
@@ -585,11 +735,36 @@ def test_what_a_connector_has_left_is_found(tiny_model: Path, tmp_path: Path, mo
         ),
         ({"kv_cache_tiers": ("host",), "kv_connector": SharedStorageConnector("x")}, "leave one of them out"),
         ({"kv_cache_disk_space": 0}, "kv_cache_disk_space is 0"),
+        ({"kv_cache_disk_space": 2.0}, "kv_cache_disk_space is 2.0 but there is no kv_cache_folder"),
+        ({"kv_cache_disk_space": 2.0, "kv_cache_tiers": ("host",)}, "there is no kv_cache_folder"),
     ],
 )
 def test_settings_that_cannot_be_kept_are_refused(given: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidRequest, match=says):
         Settings(**given)
+
+
+def test_a_folder_without_a_name_is_refused_with_advice_for_a_disk() -> None:
+    with pytest.raises(InvalidRequest, match="kv_cache_folder: the folder is ''; name one, on a disk of this machine"):
+        DiskFloor("")
+
+
+def test_space_for_less_than_one_block_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    """Before the model is loaded."""
+    floors: dict[str, Any] = {"kv_cache_tiers": ("host", "disk"), "kv_cache_folder": str(tmp_path / "kv")}
+    says = r"kv_cache_folder: kv_cache_disk_space allows 1 bytes, and one block takes [\d,]+; allow more"
+    with pytest.raises(InvalidRequest, match=says):
+        LLM(tiny_model, tier="reference", dtype="float32", **SIZES, **floors, kv_cache_disk_space=1e-12)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_a_block_has_the_size_that_the_handshake_says(tiny_model: Path, tmp_path: Path, kv_cache_dtype: Any) -> None:
+    given: dict[str, Any] = {"tier": "reference", "dtype": "float32", "kv_cache_dtype": kv_cache_dtype, **SIZES}
+    connector = SharedStorageConnector(tmp_path)
+    LLM(tiny_model, **given, kv_connector=connector).generate(prompts()[:1], GREEDY)
+    sizes = {path.stat().st_size for path in tmp_path.glob("*.block")}
+    assert sizes == {16 + connector._block_bytes}
 
 
 def test_an_engine_without_a_folder_is_refused() -> None:

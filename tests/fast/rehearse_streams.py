@@ -245,6 +245,7 @@ def references_engine(folder: str | None) -> Engine:
 
 def connected(runner: Runner, connector: SharedStorageConnector) -> MakeMemory:
     """The memory of an engine that hands its blocks over by this connector."""
+    size = BLOCK_SIZE * 2 * MODEL.head_dim * 4
     connector.open(
         Handshake(
             model="rehearsed",
@@ -254,9 +255,9 @@ def connected(runner: Runner, connector: SharedStorageConnector) -> MakeMemory:
             num_kv_heads=1,
             head_dim=MODEL.head_dim,
             block_size=BLOCK_SIZE,
+            block_bytes=size,
         )
     )
-    size = BLOCK_SIZE * 2 * MODEL.head_dim * 4
     return functools.partial(
         ConnectedBlockManager, connector=connector, read_blocks=runner.read_blocks, block_bytes=size
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -25,6 +26,7 @@ HANDSHAKE = Handshake(
     num_kv_heads=2,
     head_dim=8,
     block_size=4,
+    block_bytes=1000,
 )
 TOKENS = list(range(100, 118))  # four blocks, and two tokens more
 BLOCKS = {logical: bytes([logical]) * 1000 for logical in range(4)}
@@ -45,7 +47,7 @@ def stored(tmp_path: Path) -> SharedStorageConnector:
 
 def files(connector: SharedStorageConnector) -> list[Path]:
     """Of the four blocks, in their order."""
-    return connector._paths(TOKENS, 4)
+    return list(connector._paths(TOKENS, 0, 4))
 
 
 def test_another_connector_has_what_one_has_stored(stored: SharedStorageConnector) -> None:
@@ -109,7 +111,11 @@ def test_a_block_that_was_lost_ends_what_can_be_had(stored: SharedStorageConnect
 
 
 def test_equal_hashes_of_other_tokens_are_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_storage, "block_hashes", lambda tokens, size: list(range(len(tokens) // size)))
+    monkeypatch.setattr(
+        shared_storage,
+        "hash_blocks",
+        lambda tokens, size, start, stop, parent: ((logical, logical, ()) for logical in range(start, stop)),
+    )
     connector = opened(tmp_path)
     connector.store(TOKENS, BLOCKS)
     assert connector.load([1, *TOKENS[1:]], 0, 4) == []
@@ -152,15 +158,15 @@ def test_a_file_that_cannot_be_read_is_computed_instead(
 def test_a_folder_that_may_not_be_looked_into_is_done_without(
     stored: SharedStorageConnector, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def stat(self: Path, **options: Any) -> None:
+    def utime(path: Path, **options: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "stat", stat)
+    monkeypatch.setattr(os, "utime", utime)
     assert stored.lacking(TOKENS, 0, 4) == ()
     assert "Permission denied; blocks that cannot be handed over are computed" in capsys.readouterr().err
 
 
-def test_a_disk_that_is_full_leaves_nothing_half_written(
+def test_a_disk_that_fails_leaves_nothing_half_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     connector = opened(tmp_path)
@@ -169,24 +175,26 @@ def test_a_disk_that_is_full_leaves_nothing_half_written(
     def replace_until_full(source: str, target: str) -> None:
         calls.append(target)
         if len(calls) > 2:
-            raise OSError(28, "No space left on device")
+            raise OSError(5, "Input/output error")
         right(source, target)
 
     monkeypatch.setattr(os, "replace", replace_until_full)
     assert connector.store(TOKENS, BLOCKS) == [0, 1]
-    assert "No space left on device" in capsys.readouterr().err
+    assert "Input/output error" in capsys.readouterr().err
     assert connector.load(TOKENS, 0, 4) == [BLOCKS[0], BLOCKS[1]]
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_a_block_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or a machine that loses power would leave the name of a file without content."""
+def test_only_the_handshake_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that loses power may leave the name of a file without content. A block is sealed against that."""
     calls: list[str] = []
-    for name in ("fsync", "replace"):
+    for name in ("fsync", "link", "replace"):
         right = getattr(os, name)
         monkeypatch.setattr(os, name, lambda *given, name=name, right=right: (calls.append(name), right(*given)))
     opened(tmp_path).store(TOKENS, {0: BLOCKS[0]})
-    assert calls[-2:] == ["fsync", "replace"]
+    assert calls == ["fsync", "link", "replace"]
 
 
 def test_damaged_files_are_said_once(stored: SharedStorageConnector, capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,9 +207,9 @@ def test_damaged_files_are_said_once(stored: SharedStorageConnector, capsys: pyt
 
 def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     """One writes and removes, the other reads: what it finds is whole."""
-    writer, reader = opened(tmp_path), opened(tmp_path)
+    writer, reader = (opened(tmp_path, block_bytes=2_000_000) for _ in range(2))
     large = {0: b"a" * 2_000_000}
-    path = writer._paths(TOKENS, 1)[0]
+    [path] = writer._paths(TOKENS, 0, 1)
     seen: list[int] = []
     done = threading.Event()
 
@@ -222,13 +230,139 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     assert reader.load(TOKENS, 0, 1) == [large[0]]
 
 
+def test_a_huge_file_is_not_read_whole(stored: SharedStorageConnector, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has more bytes than there is memory."""
+    os.truncate(files(stored)[1], 1 << 43)
+    assert stored.load(TOKENS, 0, 4) == [BLOCKS[0]]
+    assert stored.lacking(TOKENS, 0, 4) == [1]
+    assert "is cut, damaged or from elsewhere, and is removed" in capsys.readouterr().err
+
+
+def test_a_long_prompt_is_read_once(tmp_path: Path) -> None:
+    """All tokens up to a block's end name and seal it; their blocks follow one from another."""
+
+    class Counted(list[int]):
+        taken = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            self.taken += len(range(*index.indices(len(self))))
+            return super().__getitem__(index)
+
+    connector, tokens = opened(tmp_path), Counted(range(400))
+    blocks = {logical: bytes([logical]) * 1000 for logical in range(100)}
+    assert connector.store(tokens, blocks) == list(blocks)
+    assert connector.load(tokens, 0, 100) == list(blocks.values())
+    assert connector.load(tokens, 90, 100) == list(blocks.values())[90:]
+    assert tokens.taken <= 2 * 3 * 400  # for names and seals, by each of the three
+    missing = Counted(range(1, 401))
+    assert connector.load(missing, 0, 100) == []
+    assert missing.taken <= 2 * 4  # not looked at beyond the first block
+
+
+def test_files_keep_their_names_and_seals(stored: SharedStorageConnector) -> None:
+    """A folder outlives the engines that use it, and versions of this code."""
+    assert [path.name for path in files(stored)] == [
+        "25ea011ce945c24c.block",
+        "1c8eff4b2bdc70ea.block",
+        "84e4f55a4e12ebf8.block",
+        "790497066e133cad.block",
+    ]
+    assert [path.read_bytes()[:DIGEST_BYTES].hex() for path in files(stored)] == [
+        "dc64cbfd7e0155dffe059bb10346b4a8",
+        "01aa743260f3c0f38404c80cb951c18f",
+        "14203527a50f30479630cb75e2b45d34",
+        "39d0fedc5d5858dde815c9e875a7fe25",
+    ]
+    assert json.loads((stored.folder / "handshake.json").read_text()).keys() == DIFFERENT.keys()
+
+
 # --- Room -----------------------------------------------------------------------------------------
+
+
+SIZE = DIGEST_BYTES + 1000
+
+
+def test_a_full_folder_is_scanned_once_for_every_sixteenth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    connector = opened(tmp_path, "kv_both", 160 * SIZE)
+    for number in range(160):
+        connector.store([number] * 4, {0: bytes(1000)})
+    scans, right = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda folder: (scans.append(folder), right(folder))[1])
+    for number in range(160, 320):
+        connector.store([number] * 4, {0: bytes(1000)})
+        assert 150 <= len(os.listdir(tmp_path)) - 1 <= 160
+    assert 10 <= len(scans) <= 17
+
+
+def test_what_is_left_of_a_chain_can_be_found(tmp_path: Path) -> None:
+    """Stored from its end on, as a floor drops it; found; then room for four of its blocks is made."""
+    for way in ("store", "load", "lacking"):
+        connector = opened(tmp_path / way, "kv_both", 65 * SIZE)
+        chain, logicals = list(range(4 * 64)), list(range(64))
+        if way == "store":
+            connector.store(chain, {logical: bytes(1000) for logical in logicals})
+        else:
+            for logical in reversed(logicals):
+                connector.store(chain, {logical: bytes(1000)})
+        if way == "load":
+            assert len(connector.load(chain, 0, 64)) == 64
+        if way == "lacking":
+            assert connector.lacking(chain, 0, 64) == []
+        others = 0
+        while len(list(connector.folder.glob("*.block"))) - others > 60:
+            connector.store([1000 + others] * 4, {0: bytes(1000)})
+            others += 1
+        left = len(list(connector.folder.glob("*.block"))) - others
+        assert len(connector.load(chain, 0, 64)) == left > 50, way
+
+
+def test_a_block_that_is_offered_again_counts_as_used(tmp_path: Path) -> None:
+    connector = opened(tmp_path, "kv_both", 2 * SIZE)
+    first, second, third = ([number] * 4 for number in range(3))
+    connector.store(first, {0: BLOCKS[0]})
+    connector.store(second, {0: BLOCKS[1]})
+    assert connector.lacking(first, 0, 1) == []
+    connector.store(third, {0: BLOCKS[2]})
+    assert connector.lacking(second, 0, 1) == [0]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_file_system_that_is_full_before_the_folder_gets_room(
+    stored: SharedStorageConnector, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has room for four blocks, of the many that the folder may hold."""
+    right = os.replace
+
+    def replace(source: str, target: Path) -> None:
+        if sum(path.stat().st_size for path in stored.folder.glob("*.block")) > 3 * SIZE:
+            raise OSError(code, "No space left on device")
+        right(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    for number in range(20):
+        assert stored.store([number] * 4, {0: bytes([number]) * 1000}) == [0]
+        assert stored.load([number] * 4, 0, 1) == [bytes([number]) * 1000]
+    assert len(list(stored.folder.glob("*.block"))) > 2
+    assert not capsys.readouterr().err
+
+
+def test_a_file_system_that_others_have_filled_is_said_once(
+    stored: SharedStorageConnector, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def replace(source: str, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", replace)
+    for number in range(3):
+        assert stored.store([number] * 4, {0: bytes(1000)}) == []
+    assert capsys.readouterr().err.count("No space left on device") == 1
+    assert not list(stored.folder.glob("*.partial"))
 
 
 def test_the_least_recently_used_make_room(tmp_path: Path) -> None:
     connector = opened(tmp_path, "kv_both", 4 * (DIGEST_BYTES + 1000))
     connector.store(TOKENS, BLOCKS)
-    for age, path in enumerate(connector._paths(TOKENS, 4)):
+    for age, path in enumerate(files(connector)):
         os.utime(path, ns=(age, age))
     assert len(connector.load(TOKENS, 0, 1)) == 1  # now it was used last
     others = [7] * 8
@@ -271,7 +405,8 @@ DIFFERENT = {
 
 
 def test_everything_in_the_handshake_can_differ() -> None:
-    assert DIFFERENT.keys() == {*Handshake.__dataclass_fields__}
+    """But for the size of a block, which follows from the rest."""
+    assert DIFFERENT.keys() == {*Handshake.__dataclass_fields__} - {"block_bytes"} == HANDSHAKE.compared().keys()
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
@@ -342,7 +477,7 @@ def test_files_of_others_are_let_alone(tmp_path: Path) -> None:
     for name in ("thesis.txt", "keep.json"):
         (tmp_path / name).write_bytes(bytes(3000))
     (tmp_path / "folder").mkdir()
-    stored = opened(tmp_path, "kv_both", 300)
+    stored = opened(tmp_path, "kv_both", 300, block_bytes=100)
     for i in range(10):
         stored.store([i, i + 1, i + 2, i + 3], {0: bytes(100)})
     there = {path.name for path in tmp_path.iterdir()}
@@ -356,10 +491,15 @@ def test_a_limit_that_is_none_is_refused(value: Any) -> None:
         SharedStorageConnector("somewhere", max_bytes=value)
 
 
-def test_what_has_no_room_at_all_is_not_there(tmp_path: Path) -> None:
-    stored = opened(tmp_path / "kv", "kv_both", 50)
-    assert stored.store([1, 2, 3, 4], {0: bytes(100)}) == []
-    assert not list((tmp_path / "kv").glob("*.block"))
+def test_a_limit_below_the_size_of_one_block_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"max_bytes allows 1,015 bytes, and one block takes 1,016; allow more"):
+        opened(tmp_path / "kv", "kv_both", 1015)
+    assert not list(tmp_path.iterdir())
+    one = opened(tmp_path / "kv", "kv_both", 1016)
+    assert one.store(TOKENS, {0: BLOCKS[0]}) == [0]
+    assert one.store([1, 2, 3, 4], {0: BLOCKS[1]}) == [0]
+    assert one.load(TOKENS, 0, 1) == []
+    assert one.load([1, 2, 3, 4], 0, 1) == [BLOCKS[1]]
 
 
 def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:

@@ -143,14 +143,14 @@ assert again == 33
 # %%
 from random import Random
 
-from minipaged.engine.floors import names_of
+from minipaged.engine.floors import name_of, names_of
 from minipaged.handover.block_hashes import block_hashes
 
 random = Random(0)
 blocks = [[random.randrange(50_000) for _ in range(4)] for _ in range(1000)]
 hashes = [block_hashes(tokens, 4)[0] % 2**16 for tokens in blocks]
 collisions = len(hashes) - len(set(hashes))
-digests = {names_of(tokens, 4, 1)[0].digest for tokens in blocks}
+digests = {name_of(None, tokens).digest for tokens in blocks}
 print(f"{collisions} of {len(blocks):,} blocks have another's hash of 16 bits; {len(digests):,} different digests")
 
 assert len(digests) == 1000
@@ -168,7 +168,7 @@ assert len(digests) == 1000
 
 # %%
 one, other = [1, 2, 3, 4, 5, 6, 7, 8], [9, 9, 9, 9, 5, 6, 7, 8]
-own = len({names_of(tokens[i : i + 4], 4, 1)[0].digest for tokens in (one, other) for i in (0, 4)})
+own = len({name_of(None, tokens[i : i + 4]).digest for tokens in (one, other) for i in (0, 4)})
 chained = len({name.digest for tokens in (one, other) for name in names_of(tokens, 4, 2)})
 print(f"{own} names of own tokens, {chained} chained ones")
 
@@ -522,8 +522,9 @@ Bars(
 # ## The disk below
 #
 # What the host floor drops can go to a folder, one file for a block (`kv_cache_tiers=("host", "disk")`,
-# `kv_cache_folder`, `kv_cache_disk_space`). Files outlive the process, and other processes can see them. So more can
-# happen to a file than to memory: it may be cut, or come from elsewhere, and whoever writes it may die halfway.
+# `kv_cache_folder`, `kv_cache_disk_space`). There the time to store a block counts as well as the time to load it; both
+# are measured when the folder is opened. Files outlive the process, and other processes can see them. So more can happen
+# to a file than to memory: it may be cut, or come from elsewhere, and whoever writes it may die halfway.
 #
 # - A file's name is the block's hash, which says only where to look. The file begins with a **seal**: a digest of the
 #   model and the format, of all tokens up to the block's end, and of the bytes. If the seal is wrong, the file is
@@ -541,7 +542,14 @@ from minipaged.handover.disk_floor import DiskFloor
 from minipaged.handover.kv_connector import Handshake
 
 KIND = Handshake(  # what engines must have in common to read each other's files
-    model="a librarian", dtype="float32", kv_cache_dtype="auto", num_layers=1, num_kv_heads=1, head_dim=2, block_size=4
+    model="a librarian",
+    dtype="float32",
+    kv_cache_dtype="auto",
+    num_layers=1,
+    num_kv_heads=1,
+    head_dim=2,
+    block_size=4,
+    block_bytes=64,
 )
 temporary = tempfile.TemporaryDirectory()
 

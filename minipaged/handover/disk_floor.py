@@ -28,7 +28,7 @@ class DiskFloor(SharedStorageConnector):
     """Keeps evicted blocks as files in `folder`, of `max_bytes` together."""
 
     setting = "kv_cache_folder"
-    limit = "kv_cache_disk_space"
+    limit_setting = "kv_cache_disk_space"
     best_place = "on a disk of this machine"
     lost = "blocks that cannot be kept there are computed"
 

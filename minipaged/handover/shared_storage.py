@@ -49,7 +49,7 @@ class SharedStorageConnector:
 
     setting = "kv_connector"
     """The name of the setting to which its messages refer."""
-    limit = "max_bytes"
+    limit_setting = "max_bytes"
     """The name of the setting that limits the size of all blocks."""
     best_place = "on Linux best one in /dev/shm"
     """The advice to users who give no folder."""
@@ -77,8 +77,8 @@ class SharedStorageConnector:
         mine, path = handshake.compared(), self._handshake
         if (size := DIGEST_BYTES + handshake.block_bytes) > self.max_bytes:
             raise InvalidRequest(
-                f"{self.setting}: {self.limit} allows {self.max_bytes:,} bytes, and one block takes {size:,}; allow "
-                "more"
+                f"{self.setting}: {self.limit_setting} allows {self.max_bytes:,} bytes, and one block takes {size:,}; "
+                "allow more"
             )
         try:
             place = next((one for one in (self.folder, *self.folder.parents) if one.exists()), self.folder)
@@ -267,9 +267,9 @@ class SharedStorageConnector:
         the folder is scanned again when this engine has stored more than that. Others store too, so each may be wrong
         by a sixteenth. `is_full`: the file system has no room left, so the size of all files now is the limit.
         """
+        is_due = 16 * self._num_since > self.max_bytes
         self._num_since += num_bytes
-        fits = 16 * self._num_since <= self.max_bytes and self._num_bytes + self._num_since <= self.max_bytes
-        if fits and not is_full:
+        if not (is_due or is_full) and self._num_bytes + self._num_since <= self.max_bytes:
             return
         used = []
         for entry in os.scandir(self.folder):

@@ -197,9 +197,9 @@ assert cached == {"page": 0, "book": 8, "shelf": 11, "page again": 11}
 # %% [markdown]
 # The book finds two blocks. The shelf finds two blocks and three quarters of a third. The same question again finds all
 # words but one, because one token has to be run. The last two requests both copy the third block, and write their
-# twelfth word into the copy. The shelf's twelfth word is new, so its copy is a new block. The page's twelfth word is
-# the same as before, so its copy holds what the cached block holds. At the end of the step the request takes the cached
-# block and gives its copy back: the block is *deduplicated*.
+# twelfth word into the copy. The shelf's twelfth word is new, so its copy is a new block. The repeated question's
+# twelfth word is the same as before, so its copy holds what the cached block holds. At the end of the step the request
+# takes the cached block and gives its copy back: the block is *deduplicated*.
 #
 # The stepper shows the cache among the owners of a block. While all four requests run, block 0 has five holders.
 
@@ -263,8 +263,8 @@ evicting
 # %% [markdown]
 # ## A chat
 #
-# In a chat every turn sends the whole conversation again, and the model answers its end. Here with the real model, the
-# reference tier, and blocks of 16.
+# In a chat every turn sends the whole conversation again, and the model answers its end. Here is a chat with the real
+# model, on the reference tier, with blocks of 16.
 
 # %%
 from itertools import pairwise

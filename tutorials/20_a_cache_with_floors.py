@@ -21,8 +21,8 @@
 # A chat has pauses. The user reads the answer and thinks, and meanwhile others use the pool. When the next message
 # comes, the whole conversation has to be in the cache again ([tutorial 9](09_prefix_caching.py)).
 #
-# Here are three chats with a librarian, with made-up words and blocks of 4. All begin with the same four words. A first
-# message has 8 words, a second one 4, and each answer has 4.
+# Here are three invented chats with a librarian. Each word is one token, and a block has 4. All begin with the same
+# four words. A first message has 8 words, a second one 4, and each answer has 4.
 
 # %%
 from minipaged import SamplingParams
@@ -376,7 +376,8 @@ assert run.events.index(promoted) == 90 - 1
 run
 
 # %% [markdown]
-# These are the moves of the step in which A's second turn begins, (from, to):
+# These are the moves of the *engine's* step in which A's second turn begins, as (from, to). It is several steps of the
+# stepper:
 
 # %%
 down, up = next((down, up) for down, up in model.moved if up)
@@ -400,8 +401,9 @@ assert not {host for _, host in down} & {host for host, _ in up}  # which pins h
 # ## Does it pay?
 #
 # Carrying a block takes bytes ÷ link, computing it takes tokens ÷ prefill rate. Both grow with the number of blocks. So
-# there is no length from which on it pays: on one machine, with one model, a floor pays always or never. The engine
-# computes this once, from measured costs, and does not use a floor that does not pay.
+# there is no length from which on it pays: on one machine, with one model, carrying a block is always faster than
+# computing it, or never. The engine computes this once, from measured costs, and does not use a floor that is slower.
+# (Faster is not enough: exercise 2 has a floor that costs time.)
 #
 # In [tutorial 8](08_preemption.py) swapping never paid on the paper's smallest machine, OPT-13B on an A100: with blocks
 # of 16 it cost a fifth more than to compute.
@@ -414,7 +416,7 @@ assert not {host for _, host in down} & {host for host, _ in up}  # which pins h
 # <details><summary>See</summary>
 #
 # **yes** (`carrying < computing`). Swapping is out and in. With a floor, a request waits for one way only: what moves
-# down does so beside another step.
+# down does so while the step computes.
 #
 # </details>
 
@@ -435,7 +437,7 @@ assert swap_seconds(costs, 1) > computing
 # What does it depend on? A larger model takes more operations for a token, and they grow faster than the bytes. On an
 # H200 this project has measured 786 TFLOP/s for a large product, and 55.5 GB/s from the host, by PCIe 5
 # ([measurements](../docs/gpu.md)). The figures below count only the products with the weights, at that speed. Real
-# prefill is slower, so a real floor pays more than this.
+# prefill is slower, and so is carrying scattered blocks, so these ratios are only a guide.
 #
 # **Predict.** The same GPU, four models, from 0.135 to 70 billion parameters. For how many of them is the host faster
 # than computing?
@@ -481,8 +483,8 @@ Bars(
 # Move the sliders, or in the notebook change the numbers. A block has 16 tokens.
 #
 # - From which speed of the link on does the host pay for a model of 8 billion parameters?
-# - What do heads that share keys and values do? Keys and values in 8 bits?
-# - A disk at 5 GB/s is `link = 5`. Which models may use it?
+# - What changes if more query heads share keys and values, or if keys and values have 8 bits?
+# - A disk that is read at 5 GB/s is `link = 5`. If only reading counted: which models could use it?
 
 # %% tags=["editable"]
 from minipaged.engine.policy import carry_seconds, recompute_seconds
@@ -515,22 +517,23 @@ Bars(
 )
 
 # %% [markdown]
-# On a CPU computing is so slow that both floors pay: for SmolLM2-135M the first token of a second turn came after 729
-# ms by computing, after 92 from the host, and after 119 from the disk
-# ([measured](../docs/benchmarks.md#floors-below-the-prefix-cache)).
+# On one core of a small machine without a GPU, computing is so slow that both floors paid: for SmolLM2-135M the first
+# token of a second turn came after 729 ms by computing, after 92 from the host, and after 119 from files, which were
+# most likely still in the system's memory ([measured](../docs/benchmarks.md#floors-below-the-prefix-cache)).
 #
 # ## The disk below
 #
 # What the host floor drops can go to a folder, one file for a block (`kv_cache_tiers=("host", "disk")`,
 # `kv_cache_folder`, `kv_cache_disk_space`). There the time to store a block counts as well as the time to load it; both
-# are measured when the folder is opened. Files outlive the process, and other processes can see them. So more can happen
-# to a file than to memory: it may be cut, or come from elsewhere, and whoever writes it may die halfway.
+# are measured when the folder is opened. Files outlive the process, and other processes can see them. So more can
+# happen to a file than to memory: it may be cut, or come from elsewhere, and whoever writes it may die halfway.
 #
 # - A file's name is the block's hash, which says only where to look. The file begins with a **seal**: a digest of the
 #   model and the format, of all tokens up to the block's end, and of the bytes. If the seal is wrong, the file is
 #   removed, and the block is computed.
 # - A file is written under another name and then **renamed**, which the system does at once or not at all. So a reader
-#   finds a whole file, or none.
+#   finds a whole file, or none. (After a loss of power a file may have its name without its content. The seal shows
+#   that.)
 
 # %%
 import tempfile
@@ -576,8 +579,8 @@ assert reader.load(tokens, 0, 4) == [*contents.values()]
 # <details><summary>See</summary>
 #
 # **1 block, 1 report** (`len(loaded), said.getvalue().count("cut, damaged")`). A load ends at the first block that is
-# missing, since nothing after it can be used. The second bad file is removed when it is read, without another word:
-# one message is enough to make somebody look.
+# missing, since nothing after it can be used. This load never reaches the second bad file. A later load removes it
+# without a message: one is enough to make somebody look.
 #
 # </details>
 
@@ -642,9 +645,9 @@ assert code == 9
 #
 # <details><summary>See</summary>
 #
-# **none of A's, 12 of B's** (`second["A2"] == 0 and second["B2"] == 12`). The first block of all chats was always in
-# use. So it was never evicted, and is not in the folder; and what comes after it is of no use without it. When A has
-# computed it, B finds it on the device, and goes on from the disk.
+# **none of A's, 12 of B's** (`second["A2"] == 0 and second["B2"] == 12`). Every turn uses the first block,
+# and its children leave before it. So it was never evicted, and is not in the folder; what comes after it is of no use
+# without it. When A has computed it, B finds it on the device, and goes on from the disk.
 #
 # </details>
 
@@ -784,14 +787,15 @@ Bars(
 
 # %% [markdown]
 # **Predict.** The same machine with the link of the H200 above, and with a block in one piece, not in 80. The floor is
-# four times the device. How much sooner does the first token come than without a floor?
+# four times the device. With the A100's link the first token came after 0.16 s, and without a floor after 0.19. And
+# now?
 #
-# - a fifth sooner, as before
-# - in less than half the time
+# - after 0.16 s, as before
+# - in less than half of 0.19 s
 #
 # <details><summary>See</summary>
 #
-# **in less than half the time** (`fast[4][1] < came[0][1] / 2`). As many tokens are found as before. What differs is
+# **in less than half of 0.19 s** (`fast[4][1] < came[0][1] / 2`). As many tokens are found as before. What differs is
 # how much time each of them saves.
 #
 # </details>
@@ -810,17 +814,17 @@ for link_name, results in (("the A100's link", came), ("a fast link", fast)):
 Bars([(name, [("first token", round(1000 * seconds))]) for name, seconds in rows], {"first token": "lines"}, unit=" ms")
 
 # %% [markdown]
-# These chats are friendly: everybody comes back, and soon. In a recorded trace of a real service
-# ([measured](../docs/benchmarks.md#floors-below-the-prefix-cache)) a floor of four times the device found 4.4 % of the
-# prompt tokens, where the device alone found 3.8 %. Nearly everything that moved down was never asked for. So measure
-# with your own requests. `llm.stats()` has `blocks_demoted`, `blocks_promoted` and `blocks_loaded`.
+# These chats are friendly: everybody comes back, and soon. With a recorded trace of a real service on a simulated
+# machine ([figures](../docs/benchmarks.md#floors-below-the-prefix-cache)), a floor of four times the device found 4.4 %
+# of the prompt tokens, where the device alone found 3.8 %. Nearly everything that moved down was never asked for. So
+# measure with your own requests. `llm.stats()` has `blocks_demoted`, `blocks_promoted` and `blocks_loaded`.
 #
 # ## What it does not do
 #
 # - **Blocks that are not full do not move down.** Of a chat that has been evicted, up to a block's tokens are computed
 #   again.
-# - **Everything else that is evicted moves down**, even if it will never come back. SGLang can wait until a block has
-#   been hit.
+# - **Every other evicted block moves down if there is a page for it**, even if it will never come back. SGLang can wait
+#   until a block has been hit.
 # - **What is never evicted is on no floor.** So a new engine may have to compute the beginning before it can use the
 #   folder.
 # - **The engine's own thread does the disk's work.** A file is read when its request is admitted, and written when the
@@ -828,7 +832,8 @@ Bars([(name, [("first token", round(1000 * seconds))]) for name, seconds in rows
 #
 # ## Exercises
 #
-# 1. Which of the four models above may use a disk that reads 5 GB a second? Which speed does each need at least?
+# 1. If only reading counted: which of the four models above could use a disk that reads 5 GB a second? Which speed does
+#    each need at least?
 
 # %% tags=["solution"]
 DISK = 5e9

@@ -18,8 +18,8 @@ the disk floor is a KV connector, which takes a block by all tokens up to its en
 
 *The disk* (`disk_floor.py`) takes and gives bytes. A host block that is dropped is not pinned: the step that filled it
 has been committed. (A GPU copies beside its steps, so reading the block waits for its copies.) A file is read when its
-request is admitted, and its bytes go with the step, as those of other engines do. A disk that fails costs its blocks,
-and at most a step, but no request. One that raises is not asked again.
+request is admitted, and its bytes travel with the step, like blocks that another engine hands over. If the disk
+fails, its blocks are computed; at most one step fails, and no request. After an exception the disk is not used again.
 
 *Who owns what.* `HostFloor` owns one reference on each host block that it keeps, least recently used first. The
 device's prefix cache does not know it. Preempted requests come first: what the floor keeps counts as available.
@@ -28,18 +28,19 @@ device's prefix cache does not know it. Preempted requests come first: what the 
 `swap_in`. A host block that a promotion reads must not become the destination of a demotion planned after it, or it
 would be overwritten first. So each host block that a move reads or writes is *pinned*: one more reference is held on
 it until the step with that move has been committed (pinned-in-flight). A pinned block is never given back, so it can
-be neither freed nor handed out. Where the others do not suffice for all evicted blocks, children are lost before their
-parents.
+be neither freed nor handed out. If there are fewer unpinned host blocks than evicted blocks, children are lost before
+their parents.
 
 Device blocks need no pin. The sequence that a block is loaded for holds it. An evicted block may be handed out in the
 same step, because `swap_out` runs before everything that writes.
 
-*In a step.* Admission counts the blocks of a promotion as blocks to compute. `load` pins what the floor has after the
-prefix cache's blocks, appends device blocks for it, and records `swap_in` pairs, before the first chunk of the prompt.
-The loaded blocks enter the prefix cache when the step is committed. Requests are loaded only when they are admitted,
-so none is preempted between the plan and the move.
+*In a step.* Admission reserves device blocks for a promotion as if they were to be computed. `load` pins the host
+blocks that continue the prefix cache's hit, appends device blocks for it, and records `swap_in` pairs, before the first
+chunk of the prompt. The loaded blocks enter the prefix cache when the step is committed. Requests are loaded only when
+they are admitted, so none is preempted between the plan and the move.
 
-*Run-ahead.* The device works in order of launching. So a later step may load a block whose demotion is in flight.
+*Run-ahead.* The device works in order of launching. So a step that is planned while an earlier one runs may load a
+block whose demotion is in flight.
 `take_moves` begins a set of pins for each step; `moves_done` ends the oldest.
 
 *A step that fails.* Nobody knows which moves of the steps in flight were made. `moves_lost` forgets every block that

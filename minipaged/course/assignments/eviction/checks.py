@@ -188,7 +188,7 @@ CHECKS: dict[str, Check] = {
     "the same calls, the same answers": property_of("begin", "visit", "end", texts=TEXTS, hosts=HOSTS, twice=True),
     "as good as the least recently used": check_prompts(0.0),
     "better than the least recently used": check_prompts(BETTER),
-    "nearly as good as ours": check_prompts(NEARLY_OURS),
+    "well above the least recently used": check_prompts(NEARLY_OURS),
 }
 
 ASSIGNMENT = described(

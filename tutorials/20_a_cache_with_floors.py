@@ -579,8 +579,8 @@ assert reader.load(tokens, 0, 4) == [*contents.values()]
 # <details><summary>See</summary>
 #
 # **1 block, 1 report** (`len(loaded), said.getvalue().count("cut, damaged")`). A load ends at the first block that is
-# missing, since nothing after it can be used. This load never reaches the second bad file. A later load removes it
-# without a message: one is enough to make somebody look.
+# missing, since nothing after it can be used. Then it looks for more bad files and removes
+# them, without another message: one is enough to make somebody look.
 #
 # </details>
 

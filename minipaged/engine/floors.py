@@ -28,8 +28,8 @@ device's prefix cache does not know it. Preempted requests come first: what the 
 `swap_in`. A host block that a promotion reads must not become the destination of a demotion planned after it, or it
 would be overwritten first. So each host block that a move reads or writes is *pinned*: one more reference is held on
 it until the step with that move has been committed (pinned-in-flight). A pinned block is never given back, so it can
-be neither freed nor handed out. If there are fewer unpinned host blocks than evicted blocks, children are lost before
-their parents.
+be neither freed nor handed out. If there are fewer unpinned host blocks than evicted blocks, those on the disk are
+left out, and then children are lost before their parents.
 
 Device blocks need no pin. The sequence that a block is loaded for holds it. An evicted block may be handed out in the
 same step, because `swap_out` runs before everything that writes.
@@ -54,6 +54,7 @@ with the number of blocks, so this is one answer for a machine.
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -138,6 +139,8 @@ class HostFloor:
         self._emit = emit
         self._move_down = move_down
         self._kept: OrderedDict[bytes, KeptBlock] = OrderedDict()  # by the digest of its name
+        self.below: set[bytes] = set()
+        """The names of blocks that were on the floor below when it was last asked for them."""
         self._planned: list[int] = []  # pinned by moves of the step being planned, one entry per pin
         self._in_flight: deque[list[int]] = deque()  # the same for each launched step, the oldest first
         self._pins: Counter[int] = Counter()  # host block -> its pins, planned and in flight
@@ -162,9 +165,11 @@ class HostFloor:
     def keep(self, names: Sequence[BlockName]) -> dict[bytes, int]:
         """Keep content with these names, the least recently used first, children before parents. Returns the pinned
         host blocks to fill, by digest; names that are kept already have none. Where there is not room for all, those
-        nearest to their prompts' beginnings are kept: a child without its parents could not be found."""
+        that the floor below has are left out, and then those farthest from their prompts' beginnings: a child without
+        its parents could not be found."""
         room = self._allocator.num_free + self.num_available
         if room < len(names):
+            names = [name for name in names if name.digest not in self.below]
             nearest = set(sorted(names, key=lambda name: name.logical)[:room])
             names = [name for name in names if name in nearest]
         lacking = {name.digest: name for name in names if name.digest not in self._kept}
@@ -190,6 +195,7 @@ class HostFloor:
         try:
             below = self._move_down(leaving)
         finally:  # a floor below that always fails would otherwise stop everybody
+            self.below.update(kept.name.digest for kept in below)
             for kept in leaving:
                 self._drop(kept, "to disk" if kept in below else "room")
 
@@ -345,42 +351,64 @@ class FlooredBlockManager(BlockManager):
             return
         held = self.prefix_cache.match(sequence.tokens).num_tokens // self.block_size
         most = (len(sequence.tokens) - 1) // self.block_size  # one token has to run
-        found = self.floor.match(islice(names_of(sequence.tokens, self.block_size, most), held, None))
-        # A sequence that starts over, preempted or not, computes: its step may have failed because of what it loaded.
-        stored = [] if sequence.most_computed else self._stored(sequence.tokens, held + len(found), most)
-        if not found and not stored:
+        names = [*names_of(sequence.tokens, self.block_size, most)]
+        runs: list[tuple[list[int], list[bytes]]] = []  # what comes next: host blocks, and then contents from the disk
+        num_blocks = 0
+        while True:
+            kept = self.floor.match(names[held + num_blocks :])
+            start = held + num_blocks + len(kept)
+            # A sequence that starts over, preempted or not, computes: what it loaded may have made its step fail.
+            stored = [] if sequence.most_computed else self._stored(sequence.tokens, names, start)
+            if not kept and not stored:
+                break
+            runs.append((kept, stored))
+            num_blocks += len(kept) + len(stored)
+        if not runs:
             return
-        self.floor.pin(found)  # first: making room moves other blocks down
+        self.floor.pin(block for kept, _ in runs for block in kept)  # first: making room moves other blocks down
         self.begin(request, sequence, within_block=False)
-        num_blocks = len(found) + len(stored)
         self._make_room(num_blocks)
         sequence.table.append(num_blocks * self.block_size)
-        blocks = sequence.table.blocks[held:]
-        pairs = tuple(zip(found, blocks, strict=False))
-        self._swap_in += pairs
-        self._load += zip(blocks[len(found) :], stored, strict=True)
         self.num_entries += num_blocks
         self.num_tokens += num_blocks * self.block_size
         self._writer.table_changed(sequence, held)
-        if found:
-            self._emit(BlocksPromoted(sequence.sequence_id, pairs))
-        if stored:
-            self._emit(BlocksLoaded(sequence.sequence_id, tuple(blocks[len(found) :]), "disk"))
+        blocks = iter(sequence.table.blocks[held:])
+        for kept, stored in runs:
+            if pairs := [(host, next(blocks)) for host in kept]:
+                self._swap_in += pairs
+                self._emit(BlocksPromoted(sequence.sequence_id, tuple(pairs)))
+            if loads := [(next(blocks), content) for content in stored]:
+                self._load += loads
+                self._emit(BlocksLoaded(sequence.sequence_id, tuple(block for block, _ in loads), "disk"))
 
     def _decide(self, costs: Costs) -> None:
-        """Decide which floors pay, on this machine."""
-        computing = recompute_seconds(costs, self.block_size)
-        self._pays = carry_seconds(costs, 1) < computing
+        """Decide which floors pay, on this machine. A floor that is not used is reported on stderr."""
+        computing, carrying = recompute_seconds(costs, self.block_size), carry_seconds(costs, 1)
+        self._pays = carrying < computing
+        seconds = {"host": carrying}
         if self._disk:
-            self._disk_pays = self._disk.seconds_per_block + carry_seconds(costs, 1) < computing
+            seconds["disk"] = carrying + self._disk.seconds_per_block
+            self._disk_pays = seconds["disk"] < computing
+        for floor, taken in seconds.items():
+            if taken >= computing:
+                print(
+                    f"kv_cache_tiers: the {floor} is not used: moving a block takes {1e3 * taken:.2f} ms, computing it "
+                    f"{1e3 * computing:.2f} ms",
+                    file=sys.stderr,
+                )
 
-    def _stored(self, tokens: Sequence[int], start: int, stop: int) -> list[bytes]:
-        """The logical blocks from `start` on that the disk has, up to the first that is missing or of another size."""
-        if not self._disk or not self._disk_pays or start >= stop:
+    def _stored(self, tokens: Sequence[int], names: Sequence[BlockName], start: int) -> list[bytes]:
+        """The blocks from logical block `start` on that the disk has, up to the first that is missing or of another
+        size. `names`: those of all blocks of these tokens."""
+        if not self._disk or not self._disk_pays or start >= len(names):
             return []
         with self._asking() as disk:
-            found = disk.load(tokens, start, stop)
-        return list(takewhile(lambda block: len(block) == self._block_bytes, found))
+            found = disk.load(tokens, start, len(names))
+        blocks = list(takewhile(lambda block: len(block) == self._block_bytes, found))
+        self.floor.below.update(name.digest for name in names[start : start + len(blocks)])
+        if start + len(blocks) < len(names):
+            self.floor.below.discard(names[start + len(blocks)].digest)
+        return blocks
 
     # --- Preempted requests share the host pool ---------------------------------------------------
 

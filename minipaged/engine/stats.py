@@ -83,7 +83,7 @@ class Stats:
     """Tokens that the prefix cache had when they were looked up."""
     prefix_cache_evictions: int = 0
     blocks_stored: int = 0
-    """Blocks stored for other engines by a KV connector."""
+    """Blocks stored for other engines by a KV connector, and blocks that left the host floor and are on the disk."""
     blocks_loaded: int = 0
     """Blocks loaded from other engines by a KV connector, or from the disk below the prefix cache."""
     blocks_demoted: int = 0
@@ -136,6 +136,8 @@ class Stats:
                 self.blocks_stored += len(event.blocks)
             case ev.BlocksLoaded():
                 self.blocks_loaded += len(event.blocks)
+            case ev.HostBlockDropped(reason="to disk"):
+                self.blocks_stored += 1
             case ev.BlockDemoted():
                 self.blocks_demoted += 1
             case ev.BlocksPromoted():

@@ -97,12 +97,12 @@ class SharedStorageConnector:
             raise self._unusable(error) from None
         except ValueError:
             raise InvalidRequest(
-                f"{self.setting}: {path} is damaged; remove {self.folder}, if no engine uses it, or give another folder"
+                f"{self.setting}: {path} is damaged; remove it, if no engine uses the folder, or give another folder"
             ) from None
         if not believed:
             raise InvalidRequest(
-                f"{self.setting}: others may write to {self.folder}, and the blocks in it are trusted; make it yours "
-                "alone (chmod 700), or give another folder"
+                f"{self.setting}: others may write to {self.folder}, and the blocks in it are trusted; give a folder "
+                f"of your own, such as {self.folder / 'kv'} (it is made for you alone)"
             )
         if theirs != mine:
             differ = [
@@ -163,11 +163,15 @@ class SharedStorageConnector:
         if self.role == "kv_producer" or start >= stop:
             return []
         files = zip(self._paths(token_ids, start, stop), self._digests(token_ids, start, stop), strict=True)
+        is_whole = True
         try:
             for path, digest in files:
-                if (block := self._read_block(path, digest)) is None:
+                if not path.exists():
                     break
-                found[path] = block
+                block = self._read_block(path, digest)
+                is_whole &= block is not None
+                if block is not None and is_whole:  # after a bad file, look for more of them, so that all are mended
+                    found[path] = block
             self._touch(found)
         except OSError as error:
             self._tell(error)
@@ -291,5 +295,6 @@ class SharedStorageConnector:
         """Report an error on stderr, if it is the first of its kind."""
         kind = isinstance(error, OSError)
         if kind not in self._told:
-            print(f"{self.setting}: {error}; {self.lost}", file=sys.stderr)
+            why = f"{self.folder} cannot be used now: {error.strerror}" if isinstance(error, OSError) else error
+            print(f"{self.setting}: {why}; {self.lost}", file=sys.stderr)
         self._told.add(kind)

@@ -341,7 +341,10 @@ class Metrics:
         yield counter("minipaged:blocks_copied", "Blocks copied on write.", stats.blocks_copied)
         yield counter("minipaged:blocks_swapped", "Blocks copied to the host and back.", swapped, "direction")
         yield counter(
-            "minipaged:blocks_handed_over", "Blocks stored for and loaded from other engines.", handed_over, "direction"
+            "minipaged:blocks_handed_over",
+            "Blocks stored for and loaded from other engines or the disk.",
+            handed_over,
+            "direction",
         )
         yield counter("minipaged:floor_blocks", "Blocks moved to and from the host floor.", floors, "direction")
         yield counter("minipaged:tokens_recomputed", "Tokens computed again.", stats.tokens_recomputed)

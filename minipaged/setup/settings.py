@@ -91,8 +91,8 @@ class Settings(EngineSettings):
             )
         if ("disk" in self.kv_cache_tiers) != (self.kv_cache_folder is not None):
             raise InvalidRequest(
-                f"kv_cache_tiers is {self.kv_cache_tiers!r} and kv_cache_folder is {self.kv_cache_folder!r}; give "
-                "('host', 'disk') and a folder, or leave the folder out"
+                f"kv_cache_tiers is {self.kv_cache_tiers!r} and kv_cache_folder is {self.kv_cache_folder!r}; "
+                "'disk' and a folder go together: give ('host', 'disk') and a folder, or neither"
             )
         if self.kv_cache_folder is None and self.kv_cache_disk_space != DISK_SPACE:
             raise InvalidRequest(

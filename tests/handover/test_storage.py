@@ -205,6 +205,14 @@ def test_damaged_files_are_said_once(stored: SharedStorageConnector, capsys: pyt
     assert capsys.readouterr().err.count("is cut, damaged or from elsewhere, and is removed") == 1
 
 
+def test_one_visit_removes_all_damaged_files_of_a_prompt(stored: SharedStorageConnector) -> None:
+    """So all of them can be stored again."""
+    for path in files(stored)[1:3]:
+        path.write_bytes(b"")
+    assert stored.load(TOKENS, 0, 4) == [BLOCKS[0]]
+    assert stored.lacking(TOKENS, 0, 4) == [1, 2]
+
+
 def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     """One writes and removes, the other reads: what it finds is whole."""
     writer, reader = (opened(tmp_path, block_bytes=2_000_000) for _ in range(2))
@@ -507,7 +515,7 @@ def test_a_limit_below_the_size_of_one_block_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    with pytest.raises(InvalidRequest, match=r"others may write to .*chmod 700"):
+    with pytest.raises(InvalidRequest, match=r"others may write to .*give a folder of your own, such as .*/kv"):
         opened(tmp_path)
     assert not list(tmp_path.iterdir())
     tmp_path.chmod(0o700)

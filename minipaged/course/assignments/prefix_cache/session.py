@@ -260,8 +260,8 @@ class CacheSession(Session):
         self._use(path)
         if list(inner.blocks) != right:
             self._fail(
-                f"after {shown} {sequence.name}.blocks is {list(inner.blocks)}; it should be {right}: what is cached "
-                "already takes the place of the table's own block, and nothing else changes",
+                f"after {shown} {sequence.name}.blocks is {list(inner.blocks)}; it should be {right}: a full block "
+                "that is cached already takes the place of the table's own block, and nothing else changes",
                 f"assert list({sequence.name}.blocks) == {right}, list({sequence.name}.blocks)",
                 invariant=Invariant.CONTENT,
             )

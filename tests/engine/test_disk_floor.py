@@ -265,7 +265,7 @@ def test_blocks_of_another_size_are_computed() -> None:
 
 @pytest.mark.parametrize(("num_swap_blocks", "rounds"), [(2, 7), (3, 5), (5, 3)])
 def test_prompts_longer_than_the_host_floor_come_to_the_disk_in_the_end(num_swap_blocks: int, rounds: int) -> None:
-    """A block that is there leaves the few host blocks to others. Then a prompt's blocks lie on both floors by turns."""
+    """A block that is there leaves the few host blocks to others. Then a prompt's blocks lie on both by turns."""
     config = EngineConfig(
         num_blocks=12, num_swap_blocks=num_swap_blocks, block_size=4, max_model_len=48, vocab_size=50, **TIERS
     )

@@ -645,9 +645,9 @@ assert code == 9
 #
 # <details><summary>See</summary>
 #
-# **none of A's, 12 of B's** (`second["A2"] == 0 and second["B2"] == 12`). Every turn uses the first block,
-# and its children leave before it. So it was never evicted, and is not in the folder; what comes after it is of no use
-# without it. When A has computed it, B finds it on the device, and goes on from the disk.
+# **none of A's, 12 of B's** (`second["A2"] == 0 and second["B2"] == 12`). Every turn uses the first block, and its
+# children leave before it. So it was never evicted, and is not in the folder; what comes after it is of no use without
+# it. When A has computed it, B finds it on the device, and goes on from the disk.
 #
 # </details>
 
@@ -667,7 +667,9 @@ def with_a_disk(folder, num_host_blocks=5):
     """An engine with both floors. An LLM does all this by itself."""
     sizes = {"num_blocks": 6, "num_swap_blocks": num_host_blocks, "block_size": 4, "max_model_len": 24}
     config = EngineConfig(**sizes, vocab_size=len(model.words), kv_cache_tiers=("host", "disk"))
-    memory = given(FlooredBlockManager, disk=opened(folder), read_host_blocks=read_nothing, block_bytes=64)
+    disk = opened(folder)
+    disk.seconds_per_block = 0  # so that it pays, whatever this machine's disk is doing
+    memory = given(FlooredBlockManager, disk=disk, read_host_blocks=read_nothing, block_bytes=64)
     return Engine(config, model.tier(), model, memory=memory, decode=model.decode)
 
 

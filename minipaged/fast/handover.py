@@ -29,8 +29,7 @@ def read_host_blocks(kv_cache: KVCache, blocks: Sequence[int]) -> list[bytes]:
     for block in blocks:
         if not 0 <= block < kv_cache.num_swap_blocks:
             raise IndexError(f"block {block} is outside the host pool's {kv_cache.num_swap_blocks} blocks")
-    kv_cache.finish_swaps()
-    return _contents(kv_cache, kv_cache.host_blocks[list(blocks)])
+    return _contents(kv_cache, kv_cache.read_host(blocks))
 
 
 def _contents(kv_cache: KVCache, pool: Tensor) -> list[bytes]:

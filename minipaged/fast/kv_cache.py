@@ -207,10 +207,11 @@ class KVCache:
                 arriving.record_stream(computing)  # frees its memory only after the scatter
             self.device_blocks[self._on_device([device for _, device in piece])] = arriving
 
-    def finish_swaps(self) -> None:
-        """Wait until all queued swaps have finished."""
+    def read_host(self, blocks: Sequence[int]) -> Tensor:
+        """Return copies of these host blocks [blocks, block_size bytes], after all queued swaps have finished."""
         if self._side_stream:
             self._side_stream.synchronize()
+        return self.host_blocks[list(blocks)]
 
     def poison(self, blocks: Sequence[int]) -> None:
         """Fill free device blocks with NaN, so that an erroneous read shows immediately."""

@@ -163,6 +163,11 @@ class Stream:
         event.record(other)
         self.wait_event(event)
 
+    def synchronize(self) -> None:
+        event = Event(self._gpu)
+        event.record(self)
+        event.synchronize()
+
 
 class Event:
     def __init__(self, gpu: Gpu) -> None:

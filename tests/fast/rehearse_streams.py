@@ -19,7 +19,7 @@ import os
 import random
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
@@ -35,10 +35,12 @@ from minipaged.contracts import Runner
 from minipaged.engine.block_manager import BlockManager
 from minipaged.engine.connected_memory import ConnectedBlockManager
 from minipaged.engine.engine import Engine
+from minipaged.engine.floors import FlooredBlockManager
 from minipaged.engine.memory import MakeMemory
 from minipaged.fast import llama as fast_llama
 from minipaged.fast.gpu import advance_decode
 from minipaged.fast.kv_cache import KVCache
+from minipaged.handover.disk_floor import DiskFloor
 from minipaged.handover.kv_connector import Handshake
 from minipaged.handover.shared_storage import Role, SharedStorageConnector
 from minipaged.models.config import ModelConfig, weight_shapes
@@ -67,6 +69,17 @@ MODEL = ModelConfig.from_dict(
         "rope_theta": 10000.0,
         "max_position_embeddings": MAX_MODEL_LEN,
     }
+)
+
+HANDSHAKE = Handshake(
+    model="rehearsed",
+    dtype="float32",
+    kv_cache_dtype="auto",
+    num_layers=1,
+    num_kv_heads=1,
+    head_dim=MODEL.head_dim,
+    block_size=BLOCK_SIZE,
+    block_bytes=BLOCK_SIZE * 2 * MODEL.head_dim * 4,
 )
 
 Tokens = dict[str, list[list[int]]]
@@ -245,22 +258,28 @@ def references_engine(folder: str | None) -> Engine:
 
 def connected(runner: Runner, connector: SharedStorageConnector) -> MakeMemory:
     """The memory of an engine that hands its blocks over by this connector."""
-    size = BLOCK_SIZE * 2 * MODEL.head_dim * 4
-    connector.open(
-        Handshake(
-            model="rehearsed",
-            dtype="float32",
-            kv_cache_dtype="auto",
-            num_layers=1,
-            num_kv_heads=1,
-            head_dim=MODEL.head_dim,
-            block_size=BLOCK_SIZE,
-            block_bytes=size,
-        )
-    )
+    connector.open(HANDSHAKE)
     return functools.partial(
-        ConnectedBlockManager, connector=connector, read_blocks=runner.read_blocks, block_bytes=size
+        ConnectedBlockManager,
+        connector=connector,
+        read_blocks=runner.read_blocks,
+        block_bytes=HANDSHAKE.block_bytes,
     )
+
+
+def floored(runner: Runner, folder: str) -> MakeMemory:
+    """The memory of an engine with floors on the host and on disk below its prefix cache."""
+    disk = DiskFloor(folder)
+    disk.open(HANDSHAKE)
+    disk.seconds_per_block = 0.0
+    read = runner.read_host_blocks
+    return functools.partial(FlooredBlockManager, disk=disk, read_host_blocks=read, block_bytes=HANDSHAKE.block_bytes)
+
+
+def rehearse_floors(name: str, *, to_the_end: bool = False) -> Report:
+    """Serve on the pretended GPU, with a disk below the host."""
+    with tempfile.TemporaryDirectory() as folder:
+        return rehearse(name, to_the_end=to_the_end, folder=folder)
 
 
 def hand_over(role: Role) -> Report:
@@ -283,8 +302,9 @@ def rehearse(
     graphs: bool = True,
     to_the_end: bool = False,
     connector: SharedStorageConnector | None = None,
+    folder: str | None = None,
 ) -> Report:
-    """Serve on the pretended GPU; to the first thing found, unless `to_the_end`."""
+    """Serve on the pretended GPU; to the first thing found, unless `to_the_end`. `folder`: of the floor on disk."""
     report = Report(name)
     with pretended_gpu() as gpu:
         try:
@@ -303,8 +323,12 @@ def rehearse(
                 report.others = [request for request in tokens if tokens[request] != expected[request]]
                 return report.found and not to_the_end
 
-            memory = connected(llama, connector) if connector else BlockManager
-            engine = Engine(config(asynchronous=asynchronous), fast_tier(), llama, memory=memory)
+            memory: MakeMemory = connected(llama, connector) if connector else BlockManager
+            sizes = config(asynchronous=asynchronous)
+            if folder:
+                memory = floored(llama, folder)
+                sizes = replace(sizes, kv_cache_tiers=("host", "disk"), num_swap_blocks=2, preemption="auto")
+            engine = Engine(sizes, fast_tier(), llama, memory=memory)
             tokens = serve(engine, report, enough=found)
             if to_the_end:
                 assert tokens.keys() == expected.keys()
@@ -451,12 +475,14 @@ def main() -> None:
     roles: tuple[Role, ...] = ("kv_producer", "kv_consumer")
     for role in roles:
         tell(hand_over(role))
+    tell(rehearse_floors("floors", to_the_end=True))
     for case in CASES:
         for careful in (True, False):
             tell(try_out(case, careful=careful))
     for mistake in MISTAKES:
         with mistake.planted():
-            tell(rehearse(mistake.name))
+            of_floors = mistake.function == "KVCache.read_host"
+            tell(rehearse_floors(mistake.name) if of_floors else rehearse(mistake.name))
 
 
 def tell(report: Report) -> None:

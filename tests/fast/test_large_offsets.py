@@ -32,7 +32,7 @@ if torch.cuda.is_available():
 from triton.runtime.interpreter import InterpretedFunction, InterpreterError
 
 import minipaged.fast
-from minipaged.fast.kernels import Paged
+from minipaged.fast.kernels import Paged, Shared
 from minipaged.models.quantized.stored import Activations
 from tests.effort import thorough
 from tests.fast.test_gpu_packed import grouped
@@ -114,6 +114,7 @@ def attention(module: ModuleType, high: bool) -> Results:
         yield from attended(module, high)
         yield from attended_by_many_heads(module, high)
         yield split_decode(module, high)
+        yield from shared_decode(module, high)
         yield from attended_in_8_bits(module, high)
 
 
@@ -156,7 +157,28 @@ def attended_by_many_heads(module: ModuleType, high: bool) -> Results:
     yield module.paged_prefill(query, paged, integers(0, 1), 0.1, max_query_len=1)
 
 
-def split_decode(module: ModuleType, high: bool) -> Tensor:
+def shared_decode(module: ModuleType, high: bool) -> Results:
+    """Three sequences that begin with the same 64 tokens, which are read once for all of them."""
+    blocks, spread = placed(high)
+    cache = filled_cache(blocks)
+    keys, values = cache[:, 1, 0], cache[:, 1, 1]
+    tables, rows, lengths = (
+        spread(integers([-1] * 6, [-1] * 6, [*blocks, *blocks])),
+        integers(2, 2, 2),
+        integers(66, 70, 90),
+    )
+    shared = Shared(integers(0, 1, 2), integers(0, 3), integers(64))
+    query = spread(numbers(3, HEADS, HEAD_DIM))
+    yield module.paged_decode(query, Paged(keys, values, tables, rows, lengths, shared=shared), 0.1)
+    keys, values = (spread(numbers(3, 2, BLOCK_SIZE, 16) * i).transpose(0, 1) for i in (1, 2))
+    tables, rows, lengths = integers([1, 0] * 3, [1, 0] * 3), integers(0, 1), integers(66, 70)
+    shared = Shared(integers(0, 1), integers(0, 2), integers(64))
+    yield module.paged_decode(numbers(2, 3, 16), Paged(keys, values, tables, rows, lengths, shared=shared), 0.1)
+    with patch.object(module, "_max_splits_of_both", lambda room, *_: (room, 2)):
+        yield split_decode(module, high, Shared(integers(0, 1, 2), integers(0, 3), integers(64)))
+
+
+def split_decode(module: ModuleType, high: bool, shared: Shared | None = None) -> Tensor:
     """With one sequence in three splits, and (`high`) room for so many that partial results are far apart."""
     cache = numbers(17, 2, 1, BLOCK_SIZE, 16)
     query, tables = numbers(3, 1, 16), torch.arange(17, dtype=torch.int32).expand(3, 17).contiguous()
@@ -178,7 +200,8 @@ def split_decode(module: ModuleType, high: bool) -> Tensor:
         patch.object(module, "_max_splits", lambda *_: room),
         patch.object(Tensor, "new_empty", untouched_partials),
     ):
-        paged = Paged(cache[:, 0], cache[:, 1], tables, integers(0, 1, 2), integers(1, 1, 260))
+        lengths = integers(1, 1, 260) if shared is None else integers(65, 65, 260)
+        paged = Paged(cache[:, 0], cache[:, 1], tables, integers(0, 1, 2), lengths, shared=shared)
         decoded: Tensor = module.paged_decode(query, paged, 0.1)
     return decoded
 

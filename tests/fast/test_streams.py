@@ -61,6 +61,15 @@ def test_blocks_are_handed_over_in_order(reports: dict[str, Report]) -> None:
     assert {*producer["waits"]} == {"Arriving.arrays", "read_blocks"}
 
 
+def test_host_blocks_are_read_when_they_have_arrived(reports: dict[str, Report]) -> None:
+    """For the disk. The host waits for the copies then, and for nothing else."""
+    report = reports["floors"]
+    assert report["happened"]["blocks stored"] > 3
+    assert report["races"] == {}
+    assert report["others"] == []
+    assert {*report["waits"]} == {"Arriving.arrays", "KVCache.read_host"}
+
+
 def test_what_the_pretended_gpu_should_find_it_finds_and_nothing_else(reports: dict[str, Report]) -> None:
     tried = {name: report["found"] for name, report in reports.items() if "careful=" in name}
     assert len(tried) >= 20

@@ -518,7 +518,7 @@ Bars(
 
 # %% [markdown]
 # On one core of a small machine without a GPU, computing is so slow that both floors paid: for SmolLM2-135M the first
-# token of a second turn came after 729 ms by computing, after 92 from the host, and after 119 from files, which were
+# token of a second turn came after 728 ms by computing, after 100 from the host, and after 114 from files, which were
 # most likely still in the system's memory ([measured](../docs/benchmarks.md#floors-below-the-prefix-cache)).
 #
 # ## The disk below

@@ -30,7 +30,9 @@
     to.push(request);
     to.sort((a, b) => state.arrivals.indexOf(a) - state.arrivals.indexOf(b)); // both are in order of arrival
   };
+  const its = (state, e) => state.sequences.get(e.sequence);
   const ofRequest = (state, request) => [...state.sequences.values()].filter((s) => s.request === request && !s.done);
+  const isSwapped = (state, request) => ofRequest(state, request).some((s) => s.swapped);
 
   const relocate = (state, e, swapped) => {
     const to = new Map(e.pairs);
@@ -43,10 +45,11 @@
     const size = state.pool.block_size;
     return s.tokens.slice(logical * size, Math.min(s.filled, (logical + 1) * size));
   };
-  const extend = (state, e, blocks) => {
-    const s = state.sequences.get(e.sequence);
-    s.table.push(...blocks);
-    s.filled += blocks.length * state.pool.block_size;
+  /** By full blocks. */
+  const extend = (state, e) => {
+    const s = its(state, e);
+    s.table.push(...e.blocks ?? e.pairs.map((pair) => pair[1]));
+    s.filled = s.table.length * state.pool.block_size;
   };
 
   const follow = {
@@ -73,41 +76,40 @@
       const parent = state.sequences.get(e.parent);
       state.sequences.set(e.child, {...parent, tokens: [...parent.tokens], table: [...parent.table], id: e.child, request: e.request, done: false});
     },
-    token_generated: (state, e) => { state.sequences.get(e.sequence).tokens.push(e.token_id); },
+    token_generated: (state, e) => { its(state, e).tokens.push(e.token_id); },
     sequence_finished: (state, e) => {
-      const s = state.sequences.get(e.sequence);
+      const s = its(state, e);
       state.finished.push({request: s.request, id: s.id, tokens: s.tokens, prompt: s.prompt, reason: e.reason});
       s.done = true;
       if (!s.table.length) state.sequences.delete(s.id);
     },
     blocks_freed: (state, e) => {
-      const s = state.sequences.get(e.sequence);
+      const s = its(state, e);
       if (s.done) state.sequences.delete(s.id);
       else Object.assign(s, {table: [], filled: 0, swapped: false});
     },
     tokens_computed: (state, e) => {
-      const s = state.sequences.get(e.sequence);
+      const s = its(state, e);
       s.table.push(...e.new_blocks);
       s.filled = e.num_tokens;
     },
-    block_copied: (state, e) => { state.sequences.get(e.sequence).table[e.logical_block] = e.destination; },
+    block_copied: (state, e) => { its(state, e).table[e.logical_block] = e.destination; },
     prefix_reused: (state, e) => {
-      const s = state.sequences.get(e.sequence);
-      s.table = [...e.blocks];
-      s.filled = e.num_tokens || e.blocks.length * state.pool.block_size;
+      const filled = e.num_tokens || e.blocks.length * state.pool.block_size;
+      Object.assign(its(state, e), {table: [...e.blocks], filled});
     },
-    blocks_loaded: (state, e) => extend(state, e, e.blocks),
-    blocks_promoted: (state, e) => extend(state, e, e.pairs.map((p) => p[1])),
+    blocks_loaded: extend,
+    blocks_promoted: extend,
     swapped_out: (state, e) => relocate(state, e, true),
     swapped_in: (state, e) => {
       relocate(state, e, false);
       move(state, e.request, state.waiting, state.running);
     },
     block_cached: (state, e) => {
-      const tokens = blockTokens(state, state.sequences.get(e.sequence), e.logical_block);
+      const tokens = blockTokens(state, its(state, e), e.logical_block);
       state.cached.set(e.block, tokens.slice(0, e.num_tokens || state.pool.block_size));
     },
-    block_deduplicated: (state, e) => { state.sequences.get(e.sequence).table[e.logical_block] = e.cached; },
+    block_deduplicated: (state, e) => { its(state, e).table[e.logical_block] = e.cached; },
     block_evicted: (state, e) => { state.cached.delete(e.block); },
     block_demoted: (state, e) => { state.floor.set(e.host_block, state.cached.get(e.block)); },
     host_block_dropped: (state, e) => { state.floor.delete(e.host_block); },
@@ -118,7 +120,7 @@
     finished: [...state.finished], cached: new Map(state.cached), floor: new Map(state.floor),
     sequences: new Map([...state.sequences].map(([id, s]) => [id, {...s, tokens: [...s.tokens], table: [...s.table]}])),
   });
-  /** Apply one event. An impossible one (of a faulty part) changes nothing. */
+  /** Apply one event. An impossible one, in a run with a faulty part, changes nothing. */
   const advance = (state, e) => {
     try {
       follow[e.event]?.(state, e);
@@ -131,7 +133,7 @@
       this.kept = [empty()];
       this.latest = [0, empty()]; // the last one that was read
     }
-    /** The state after the first n events. Not to be changed. */
+    /** The state after the first n events. Callers must not change it. */
     at(n) {
       let from = Math.min(Math.floor(n / CHECKPOINT), this.kept.length - 1) * CHECKPOINT;
       let start = this.kept[from / CHECKPOINT];
@@ -158,18 +160,19 @@
     const kindOf = (request) => {
       if (state.running.includes(request)) return again.has(request) ? "recomputing" : "running";
       if (!state.waiting.includes(request)) return null;
-      return ofRequest(state, request).some((s) => s.swapped) ? "swapped" : "waiting";
+      return isSwapped(state, request) ? "swapped" : "waiting";
     };
     events.forEach((e, i) => {
       const n = i + 1;
-      const of = e.request ?? state.sequences.get(e.sequence)?.request;
+      const of = e.request ?? its(state, e)?.request;
       advance(state, e);
       if (e.event === "request_arrived") rows.set(of, {sequences: [e.sequence], spans: [], marks: []});
       if (e.event === "sequence_forked") rows.get(of)?.sequences.push(e.child);
       if (e.event === "request_preempted" && e.mode === "recompute") again.add(of);
       if (e.event === "token_generated") again.delete(of);
-      for (const r of e.event === "step_failed" ? e.requests : []) again.add(r);
-      for (const r of e.event === "step_failed" ? e.requests : [of]) {
+      const failed = e.event === "step_failed";
+      for (const r of failed ? e.requests : [of]) {
+        if (failed) again.add(r);
         const row = rows.get(r);
         if (!row) continue;
         const kind = kindOf(r);
@@ -194,9 +197,6 @@
   /** The sequences to draw. */
   const shownOf = (finished) => finished.filter((s) => s.reason !== "dropped").slice(-MOST_FINISHED);
   const MARKS = {sequence_forked: "fork", block_copied: "copy", request_preempted: "preemption", request_finished: "end"};
-  const OF_INTEREST = new Set(["sequence_forked", "block_copied", "request_preempted", "swapped_out", "swapped_in",
-    "prefix_reused", "blocks_loaded", "blocks_promoted", "block_deduplicated", "block_demoted", "block_evicted", "request_refused", "blocks_freed", "step_failed",
-    "broken_here"]);
 
   /** The table entries for each block of one pool: block -> [{id, logical}]. */
   const holders = (state, host) => {
@@ -256,17 +256,20 @@
   const MOST_FINISHED = 12; // sequences
   const SPEEDS = [["½×", 0.5], ["1×", 1], ["2×", 2], ["4×", 4]];
   const FLIGHT = 500; // milliseconds
+  const fromHost = (word) => (e) => [e.pairs.map(([from, to]) => [`host ${from}`, `block ${to}`]), word];
   /** The moves of an event: [from, to] by names of pool cells (to is null for an eviction), and a word. */
   const MOVES = {
     block_copied: (e) => [[[`block ${e.source}`, `block ${e.destination}`]], "copied"],
     swapped_out: (e) => [e.pairs.map(([from, to]) => [`block ${from}`, `host ${to}`]), "out"],
-    swapped_in: (e) => [e.pairs.map(([from, to]) => [`host ${from}`, `block ${to}`]), "in"],
+    swapped_in: fromHost("in"),
     block_deduplicated: (e) => [[[`block ${e.own}`, `block ${e.cached}`]], "same"],
     block_evicted: (e) => [[[`block ${e.block}`, null]], "evicted"],
     block_demoted: (e) => [[[`block ${e.block}`, `host ${e.host_block}`]], "down"],
-    blocks_promoted: (e) => [e.pairs.map(([from, to]) => [`host ${from}`, `block ${to}`]), "up"],
+    blocks_promoted: fromHost("up"),
     host_block_dropped: (e) => [[[`host ${e.host_block}`, null]], "dropped"],
   };
+  const OF_INTEREST = new Set([...Object.keys(MOVES), "sequence_forked", "request_preempted", "prefix_reused", "blocks_loaded",
+    "request_refused", "blocks_freed", "step_failed", "broken_here"]);
   const SHAPES = { // marks on the timeline, around 0, 0
     fork: "M-4-4L0 0L4-4M0 0V5", copy: "M-4-4H2V2H-4ZM-1-1H5V5H-1Z", preemption: "M-4-4L4 4M4-4L-4 4", end: "M-3-5H1V5H-3",
   };
@@ -285,21 +288,22 @@
 
   const STYLE = `
 :host{display:block;container-type:inline-size;margin:1.5em 0;text-align:left;
+ --edge:1px solid var(--line);--mono:ui-monospace,monospace;
  --bg:var(--md-default-bg-color,light-dark(#fff,#1b1d24));--fg:light-dark(#1d2129,#e6e8ee);
  --dim:light-dark(#555c69,#a9b0bf);--line:light-dark(#c3c9d4,#4a5060);--soft:light-dark(#f2f4f8,#262a34);
  --bad:light-dark(#a3163d,#ffab91);--ran:light-dark(#e8eefb,#2a3350);--now:light-dark(#ffe28a,#6b5200);--mark:light-dark(#0b57d0,#8ab4ff)}
 :host([hidden]),[hidden]{display:none}
 *{box-sizing:border-box}
-.all{background:var(--bg);color:var(--fg);font:14px/1.45 system-ui,sans-serif;border:1px solid var(--line);border-radius:8px}
+.all{background:var(--bg);color:var(--fg);font:14px/1.45 system-ui,sans-serif;border:var(--edge);border-radius:8px}
 .head{position:sticky;top:var(--stepper-top,0);z-index:3;background:var(--bg);border-radius:8px}
 .bar{display:flex;flex-wrap:wrap;gap:6px;align-items:center;padding:8px}
 button,select{min-width:44px;min-height:40px;padding:0 8px;color:inherit;background:var(--soft);font:inherit;
- border:1px solid var(--line);border-radius:6px;cursor:pointer}
+ border:var(--edge);border-radius:6px;cursor:pointer}
 button:disabled{opacity:.45;cursor:default}
 .n{font-variant-numeric:tabular-nums;white-space:nowrap;margin-left:auto}
 a{color:var(--mark);padding:8px 2px}
 :focus-visible{outline:3px solid var(--mark);outline-offset:2px}.time :focus-visible{outline-offset:-3px}
-.saying{display:grid;border-bottom:1px solid var(--line)}
+.saying{display:grid;border-bottom:var(--edge)}
 .saying>*{grid-area:1/1;margin:0;padding:4px 12px 10px;font-size:16px}
 .room{visibility:hidden}
 .say.bad{box-shadow:inset 6px 0 var(--bad)}
@@ -307,26 +311,26 @@ a{color:var(--mark);padding:8px 2px}
 .seq .claim{height:auto;margin:2px 0;font-size:12px}
 .pool>.wrong{border-color:var(--bad);box-shadow:inset 0 0 0 2px var(--bad)}
 .judged{grid-template-columns:repeat(auto-fill,minmax(128px,1fr))!important}
-.time .bad{stroke:var(--bad);stroke-width:2.5}.time .badly{fill:var(--bad);font-weight:700}
 .chip{display:inline-block;min-width:1.5em;padding:0 .3em;border-radius:4px;text-align:center;font-size:.85em;line-height:1.45;
  background:var(--hue,var(--dim));color:var(--ink,var(--bg))}
-.time{position:relative;padding:6px 0 0;border-bottom:1px solid var(--line)}
-.time svg{display:block;width:100%;overflow:visible}
-.time text{font:11px system-ui,sans-serif;fill:var(--dim)}
-.time .running,.time .recomputing{fill:var(--hue)}
-.time .stripes{fill:url(#stripes)}
-.time .waiting{fill:none;stroke:var(--dim);stroke-width:2;stroke-dasharray:2 3}
-.time .swapped{fill:var(--bg);stroke:var(--hue);stroke-width:2}
-.time .tick{stroke:var(--line)}
-.time .halo{fill:none;stroke:var(--bg);stroke-width:5}
-.time .sign{fill:none;stroke:var(--fg);stroke-width:1.8}
-.time .held{fill:var(--dim)}.time .kept{fill:var(--line)}.time .whole{fill:none;stroke:var(--line)}
-.time input{position:absolute;top:0;margin:0;appearance:none;background:none;cursor:pointer;touch-action:pan-y;
- --thumb:linear-gradient(90deg,#0000 5px,var(--mark) 5px 7px,#0000 7px),linear-gradient(var(--mark) 8px,#0000 8px)}
-.time input::-webkit-slider-runnable-track{height:100%;background:none}
-.time input::-webkit-slider-thumb{appearance:none;width:12px;height:100%;border:0;border-radius:0;forced-color-adjust:none;background:var(--thumb)}
-.time input::-moz-range-track{height:100%;background:none}
-.time input::-moz-range-thumb{width:12px;height:100%;border:0;border-radius:0;background:var(--thumb)}
+.time{position:relative;padding:6px 0 0;border-bottom:var(--edge);
+ svg{display:block;width:100%;overflow:visible}
+ text{font:11px system-ui,sans-serif;fill:var(--dim)}
+ .running,.recomputing{fill:var(--hue)}
+ .stripes{fill:url(#stripes)}
+ .waiting{fill:none;stroke:var(--dim);stroke-width:2;stroke-dasharray:2 3}
+ .swapped{fill:var(--bg);stroke:var(--hue);stroke-width:2}
+ .tick{stroke:var(--line)}
+ .halo{fill:none;stroke:var(--bg);stroke-width:5}
+ .sign{fill:none;stroke:var(--fg);stroke-width:1.8}
+ .held{fill:var(--dim)}.kept{fill:var(--line)}.whole{fill:none;stroke:var(--line)}
+ input{position:absolute;top:0;margin:0;appearance:none;background:none;cursor:pointer;touch-action:pan-y;
+  --thumb:linear-gradient(90deg,#0000 5px,var(--mark) 5px 7px,#0000 7px),linear-gradient(var(--mark) 8px,#0000 8px)}
+ input::-webkit-slider-runnable-track{height:100%;background:none}
+ input::-webkit-slider-thumb{appearance:none;width:12px;height:100%;border:0;border-radius:0;forced-color-adjust:none;background:var(--thumb)}
+ input::-moz-range-track{height:100%;background:none}
+ input::-moz-range-thumb{width:12px;height:100%;border:0;border-radius:0;background:var(--thumb)}
+ .bad{stroke:var(--bad);stroke-width:2.5}.badly{fill:var(--bad);font-weight:700}}
 .signs{display:flex;flex-wrap:wrap;gap:0 12px;margin:0;padding:0 12px 4px;font-size:12px;color:var(--dim)}
 .signs svg{display:inline-block;width:16px;height:12px;margin-right:4px;vertical-align:-1px}
 .tabs{display:none;gap:6px;padding:6px 8px 0}
@@ -345,10 +349,10 @@ a{color:var(--mark);padding:8px 2px}
 .moves text{font:700 12px system-ui,sans-serif;fill:var(--fg);text-anchor:middle;paint-order:stroke;stroke:var(--bg);stroke-width:5px}
 .flier{position:absolute;z-index:3;pointer-events:none;box-shadow:0 4px 14px #0006}
 .flier>b,.flier .refs{visibility:hidden}
-.code{min-width:0;height:24rem;overflow:auto;border-top:1px solid var(--line);padding:8px 0;position:relative}
+.code{min-width:0;height:24rem;overflow:auto;border-top:var(--edge);padding:8px 0;position:relative}
 @container(min-width:700px){
  .cols.two{grid-template-columns:minmax(0,4fr) minmax(0,5fr)}
- .two .code{order:-1;border-top:0;border-right:1px solid var(--line);height:0;min-height:100%}}
+ .two .code{order:-1;border-top:0;border-right:var(--edge);height:0;min-height:100%}}
 @container(max-width:699.9px){
  .tabs{display:flex}.bar{gap:4px;padding:6px}
  .bar button,.bar select{min-width:38px;padding:0 5px}
@@ -357,7 +361,7 @@ a{color:var(--mark);padding:8px 2px}
 .title{font-size:13px;margin:10px 0 4px;color:var(--dim);font-weight:600}
 ul,ol{list-style:none;margin:0;padding:0}
 .pools{display:flex;flex-wrap:wrap;gap:0 16px}.pools>div{min-width:0}
-.pools .title{white-space:nowrap;overflow:hidden;text-overflow:ellipsis}
+.pools .title,.slots li,.tok{white-space:nowrap;overflow:hidden;text-overflow:ellipsis}
 .pool{display:grid;grid-template-columns:repeat(auto-fill,minmax(96px,1fr));gap:6px}
 .pool.small{grid-template-columns:repeat(auto-fill,minmax(72px,1fr));gap:4px}
 .pool>li,.flier{border:1px solid var(--hue,var(--fg));border-radius:6px;padding:2px 4px 4px;font-size:12px;min-width:0;background:var(--soft)}
@@ -368,37 +372,37 @@ ul,ol{list-style:none;margin:0;padding:0}
 .pool>.lit,.pool>.lit .claim{color:var(--fg)}
 .tok.lit,.slots .lit{background:var(--mark)!important;color:var(--bg)!important;box-shadow:none}
 :is(.pool,.flier) b{font-size:14px}.refs{float:right}
-.who{display:flex;height:18px;gap:0;margin:1px 0 2px;overflow:hidden}
-.who .chip{flex:1 1 0;min-width:0;padding:0;font-size:12px;line-height:18px;border-radius:0;white-space:nowrap}
-.who .chip:first-child{border-radius:4px 0 0 4px}.who .chip:last-child{border-radius:0 4px 4px 0}
-.who .chip:only-child{border-radius:4px}
-.who .cache{flex:none;background:var(--dim);color:var(--bg);padding:0 3px;font-size:11px}
-.fill{display:block;height:6px;border:1px solid var(--line);border-radius:3px;background:var(--bg)}
+.who{display:flex;height:18px;margin:1px 0 2px;overflow:hidden;
+ .chip{flex:1 1 0;min-width:0;padding:0;font-size:12px;line-height:18px;border-radius:0;white-space:nowrap}
+ .chip:first-child{border-radius:4px 0 0 4px}.chip:last-child{border-radius:0 4px 4px 0}
+ .chip:only-child{border-radius:4px}
+ .cache{flex:none;background:var(--dim);color:var(--bg);padding:0 3px;font-size:11px}}
+.fill{display:block;height:6px;border:var(--edge);border-radius:3px;background:var(--bg)}
 .fill i{display:block;height:100%;background:var(--dim)}
-.free .fill,.free .slots{visibility:hidden}
+.free :is(.fill,.slots){visibility:hidden}
 .free .gone{visibility:visible}.gone li{border-style:dashed;color:var(--dim);text-decoration:line-through}
 .who .gone{background:none;color:var(--dim);border:1px dashed var(--line);line-height:16px}
 .slots{display:grid;grid-template-columns:repeat(auto-fit,minmax(40%,1fr));gap:2px}
-.slots li{border:1px solid var(--line);border-radius:3px;height:19px;padding:0 2px;overflow:hidden;text-overflow:ellipsis;
- white-space:nowrap;font:11px/17px ui-monospace,monospace;background:var(--bg);color:var(--fg)}
-.seqs{overflow:auto;margin:8px -12px 0;padding:0 12px 4px;border-top:1px solid var(--line)}
+.slots li{border:var(--edge);border-radius:3px;height:19px;padding:0 2px;
+ font:11px/17px var(--mono);background:var(--bg);color:var(--fg)}
+.seqs{overflow:auto;margin:8px -12px 0;padding:0 12px 4px;border-top:var(--edge)}
 .seq{border-left:4px solid var(--hue,var(--line));padding-left:8px;margin:6px 0}
 .seq p{margin:2px 0}
 .strip{display:flex;flex-wrap:wrap;gap:5px;align-items:stretch}
 .table{display:contents}
 .entry{background:var(--bg);border:1px solid var(--hue);border-radius:4px;padding:0 4px;font-size:12px;max-width:100%}
-.tok{display:inline-block;border:1px solid var(--line);border-radius:3px;padding:0 3px;margin:2px 2px 1px 0;max-width:100%;
- overflow:hidden;text-overflow:ellipsis;vertical-align:bottom;font:12px/18px ui-monospace,monospace;white-space:nowrap}
+.tok{display:inline-block;border:var(--edge);border-radius:3px;padding:0 3px;margin:2px 2px 1px 0;max-width:100%;
+ vertical-align:bottom;font:12px/18px var(--mono)}
 .entry .tok{border-color:var(--hue);border-bottom-width:3px;line-height:16px}
 .tok.out{font-weight:700}
 .tok.todo{border-style:dashed;border-color:var(--fg)}
-.key{padding:4px 12px;border-top:1px solid var(--line);font-size:12px;color:var(--dim)}
+.key{padding:4px 12px;border-top:var(--edge);font-size:12px;color:var(--dim)}
 .key summary{cursor:pointer;padding:6px 0}.key p{margin:0 0 8px}
 .legend{display:flex;flex-wrap:wrap;gap:6px 16px}.legend .who{display:inline-flex;width:56px;margin:0;vertical-align:bottom}.legend .entry{font-weight:400;margin:0 4px}
 dl{display:flex;flex-wrap:wrap;gap:2px 8px;margin:6px 0 0;font-size:13px}
 dt{color:var(--dim)}dd{margin:0 10px 0 0}
-.code .name{font:600 12px/1.4 ui-monospace,monospace;margin:8px 12px 2px;color:var(--dim);overflow-wrap:anywhere}
-.code pre{margin:0;font:12px/1.5 ui-monospace,monospace}
+.code .name{font:600 12px/1.4 var(--mono);margin:8px 12px 2px;color:var(--dim);overflow-wrap:anywhere}
+.code pre{margin:0;font:12px/1.5 var(--mono)}
 .more{display:block;min-height:32px;margin:0 8px 0 auto;font-size:12px}.code:has(.none) .more{display:none}
 .more[aria-pressed=true]{background:var(--mark);color:var(--bg)}
 .l[data-key]{cursor:pointer}.l[data-key]:hover{text-decoration:underline dotted}
@@ -430,13 +434,10 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       this.whole = survey(this.events);
       this.used = {false: new Set(), true: new Set()}; // blocks that the run ever holds: device, host
       for (const e of this.events) {
-        const taken = e.event === "blocks_loaded" ? e.blocks : e.new_blocks ?? (e.destination === undefined ? [] : [e.destination]);
-        for (const block of taken) this.used.false.add(block);
-        if (e.event === "block_demoted") this.used.true.add(e.host_block);
-        for (const [from, to] of e.pairs ?? []) {
-          const back = e.event !== "swapped_out";
-          if (e.request) this.used[back].add(from);
-          this.used[!back].add(to);
+        for (const block of e.event === "blocks_loaded" ? e.blocks : e.new_blocks ?? []) this.used.false.add(block);
+        for (const cell of MOVES[e.event]?.(e)[0].flat().filter(Boolean) ?? []) {
+          const [pool, block] = cell.split(" ");
+          this.used[pool === "host"].add(Number(block));
         }
       }
       this.build();
@@ -495,12 +496,11 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       this.fliers = make("div", {"aria-hidden": "true"});
       this.state = make("div", {class: "state"}, this.memory, this.seqs, this.arrows, this.moves);
       const stage = make("div", {class: "stage"}, this.state, this.fliers);
-      this.state.addEventListener("pointerover", (e) => this.light(e.target));
-      this.state.addEventListener("pointerleave", () => this.light(null));
-      this.state.addEventListener("focusin", (e) => this.light(e.target));
-      this.state.addEventListener("focusout", () => this.light(null));
+      for (const name of ["pointerover", "focusin"]) this.state.addEventListener(name, (e) => this.light(e.target));
+      for (const name of ["pointerleave", "focusout"]) this.state.addEventListener(name, () => this.light(null));
       this.code = pane("code", "Source lines that ran in this step");
-      this.more = button("Everything that ran", "Everything that ran", () => {
+      const everything = "Everything that ran";
+      this.more = button(everything, everything, () => {
         this.more.setAttribute("aria-pressed", this.more.getAttribute("aria-pressed") !== "true");
         this.go(this.n);
       });
@@ -845,10 +845,9 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
     }
 
     drawQueues(state) {
-      const swapped = (r) => ofRequest(state, r).some((s) => s.swapped);
       const row = (name, requests) => [make("dt", {}, name), make("dd", {}, requests.map((r) => called(state, r)).join(", ") || "nobody")];
-      const out = state.waiting.filter(swapped);
-      return make("dl", {}, ...row("running", state.running), ...row("waiting", state.waiting.filter((r) => !swapped(r))),
+      const out = state.waiting.filter((r) => isSwapped(state, r));
+      return make("dl", {}, ...row("running", state.running), ...row("waiting", state.waiting.filter((r) => !out.includes(r))),
         ...(out.length ? row("swapped out", out) : []));
     }
 

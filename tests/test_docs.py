@@ -88,7 +88,7 @@ def test_every_speed_of_the_readme_stands_in_the_docs() -> None:
     assert len(rows) == 5
     for figure, ratio in rows:
         assert any(
-            re.search(rf" {re.escape(figure)}[ |]", line) and re.search(rf"[ |]{re.escape(ratio)}\b", line)
+            re.search(rf"\| {re.escape(figure)}[ |]", line) and re.search(rf"[ |]{re.escape(ratio)}\b", line)
             for line in measured
         ), (
             figure,

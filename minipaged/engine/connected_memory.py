@@ -16,21 +16,49 @@ Blocks that cannot be loaded are computed, as without a connector.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 
-from minipaged.contracts import BlockAllocator, Tier
 from minipaged.engine.block_manager import BlockManager
+from minipaged.engine.memory import MemoryParts
 from minipaged.engine.sequence import Request, SequenceState
-from minipaged.engine.step_writer import StepWriters
-from minipaged.events import BlocksLoaded, BlocksStored, Emit
+from minipaged.events import BlocksLoaded, BlocksStored
 from minipaged.handover.kv_connector import KVConnector
-from minipaged.params import EngineConfig
 from minipaged.scheduling import Costs
 from minipaged.steps import BlockMoves
 
 
-class ConnectedBlockManager(BlockManager):
+class LoadingBlockManager(BlockManager):
+    """Paged memory that can begin a table with blocks whose content comes from a KV connector.
+
+    `block_bytes`: the size of one block.
+    """
+
+    def __init__(self, *parts: *MemoryParts, block_bytes: int) -> None:
+        super().__init__(*parts)
+        self._block_bytes = block_bytes
+        self._load: list[tuple[int, bytes]] = []  # blocks to load since the last `take_moves`
+
+    def _whole(self, found: Iterable[bytes]) -> list[bytes]:
+        """The blocks that a connector has found, up to the first of another size."""
+        return list(takewhile(lambda block: len(block) == self._block_bytes, found))
+
+    def _extend(self, sequence: SequenceState, num_blocks: int) -> Sequence[int]:
+        """Append full blocks, which moves will fill, to the sequence's table. Returns them."""
+        held = len(sequence.table.blocks)
+        self._make_room(num_blocks)
+        sequence.table.append(num_blocks * self.block_size)
+        self.num_entries += num_blocks
+        self.num_tokens += num_blocks * self.block_size
+        self._writer.table_changed(sequence, held)
+        return sequence.table.blocks[held:]
+
+    def take_moves(self) -> BlockMoves:
+        moves, self._load = super().take_moves()._replace(load=tuple(self._load)), []
+        return moves
+
+
+class ConnectedBlockManager(LoadingBlockManager):
     """Paged memory that exchanges blocks with other engines. It needs the prefix cache.
 
     `read_blocks`: `Runner.read_blocks`; it reads after all launched steps have run. `block_bytes`: the size of one
@@ -39,21 +67,14 @@ class ConnectedBlockManager(BlockManager):
 
     def __init__(
         self,
-        config: EngineConfig,
-        tier: Tier,
-        allocator: Callable[[int], BlockAllocator] | None,
-        writer: StepWriters,
-        emit: Emit,
-        *,
+        *parts: *MemoryParts,
         connector: KVConnector,
         read_blocks: Callable[[Sequence[int]], Sequence[bytes]],
         block_bytes: int,
     ) -> None:
-        super().__init__(config, tier, allocator, writer, emit)
+        super().__init__(*parts, block_bytes=block_bytes)
         self._connector = connector
         self._read_blocks = read_blocks
-        self._block_bytes = block_bytes
-        self._load: list[tuple[int, bytes]] = []  # blocks to load since the last `take_moves`
 
     def load(self, request: Request, costs: Costs) -> None:
         sequence = request.sequences[0]
@@ -62,20 +83,14 @@ class ConnectedBlockManager(BlockManager):
         held = self.prefix_cache.match(sequence.tokens).num_tokens // self.block_size
         most = (len(sequence.tokens) - 1) // self.block_size  # one token has to run
         found = self._connector.load(sequence.tokens, held, most)
-        whole = list(takewhile(lambda block: len(block) == self._block_bytes, found))
+        whole = self._whole(found)
         self.begin(request, sequence, within_block=not whole)
         self._store(sequence, 0, held)  # stored before, but perhaps lost since
         if not whole:
             return
-        num_tokens = len(whole) * self.block_size
-        self._make_room(len(whole))
-        sequence.table.append(num_tokens)
-        blocks = tuple(sequence.table.blocks[held:])
+        blocks = self._extend(sequence, len(whole))
         self._load += zip(blocks, whole, strict=True)
-        self.num_entries += len(blocks)
-        self.num_tokens += num_tokens
-        self._writer.table_changed(sequence, held)
-        self._emit(BlocksLoaded(sequence.sequence_id, blocks))
+        self._emit(BlocksLoaded(sequence.sequence_id, tuple(blocks)))
 
     def publish(self, sequence: SequenceState, num_tokens: int) -> None:
         start = sequence.num_published
@@ -96,7 +111,3 @@ class ConnectedBlockManager(BlockManager):
             if stored:
                 there = tuple(sequence.table.blocks[logical] for logical in stored)
                 self._emit(BlocksStored(sequence.sequence_id, there))
-
-    def take_moves(self) -> BlockMoves:
-        moves, self._load = super().take_moves()._replace(load=tuple(self._load)), []
-        return moves

@@ -67,6 +67,8 @@ from typing import Literal, NamedTuple, Protocol
 from minipaged.contracts import BlockAllocator, Tier
 from minipaged.engine.block_manager import BlockManager
 from minipaged.engine.cached_blocks import NO_PARENT, CachedBlock
+from minipaged.engine.connected_memory import LoadingBlockManager
+from minipaged.engine.memory import MemoryParts
 from minipaged.engine.policy import carry_seconds, recompute_seconds
 from minipaged.engine.prefix_cache import PrefixCache
 from minipaged.engine.sequence import Request
@@ -79,6 +81,8 @@ from minipaged.scheduling import Costs
 from minipaged.steps import BlockMoves
 
 DIGEST_BYTES = 16
+MOST_BELOW = 1 << 17
+"""The number of names of the floor below that are known, of some 100 bytes each."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,8 +143,7 @@ class HostFloor:
         self._emit = emit
         self._move_down = move_down
         self._kept: OrderedDict[bytes, KeptBlock] = OrderedDict()  # by the digest of its name
-        self.below: set[bytes] = set()
-        """The names of blocks that were on the floor below when it was last asked for them."""
+        self._below: OrderedDict[bytes, None] = OrderedDict()  # the latest names that were found on the floor below
         self._planned: list[int] = []  # pinned by moves of the step being planned, one entry per pin
         self._in_flight: deque[list[int]] = deque()  # the same for each launched step, the oldest first
         self._pins: Counter[int] = Counter()  # host block -> its pins, planned and in flight
@@ -169,7 +172,7 @@ class HostFloor:
         its parents could not be found."""
         room = self._allocator.num_free + self.num_available
         if room < len(names):
-            names = [name for name in names if name.digest not in self.below]
+            names = [name for name in names if name.digest not in self._below]
             nearest = set(sorted(names, key=lambda name: name.logical)[:room])
             names = [name for name in names if name in nearest]
         lacking = {name.digest: name for name in names if name.digest not in self._kept}
@@ -195,9 +198,17 @@ class HostFloor:
         try:
             below = self._move_down(leaving)
         finally:  # a floor below that always fails would otherwise stop everybody
-            self.below.update(kept.name.digest for kept in below)
+            self.note_below(kept.name for kept in below)
             for kept in leaving:
                 self._drop(kept, "to disk" if kept in below else "room")
+
+    def note_below(self, there: Iterable[BlockName], missing: Iterable[BlockName] = ()) -> None:
+        """Note which names the floor below has, and which it has not. The latest MOST_BELOW are known."""
+        self._below |= dict.fromkeys(name.digest for name in there)
+        for name in missing:
+            self._below.pop(name.digest, None)
+        while len(self._below) > MOST_BELOW:
+            self._below.popitem(last=False)
 
     def _drop(self, kept: KeptBlock, reason: Literal["room", "to disk", "lost"]) -> None:
         del self._kept[kept.name.digest]
@@ -241,7 +252,7 @@ class Disk(KVConnector, Protocol):
     """The time to store a block and to load it again."""
 
 
-class FlooredBlockManager(BlockManager):
+class FlooredBlockManager(LoadingBlockManager):
     """Paged memory whose prefix cache has a floor in host memory below it (`EngineConfig.kv_cache_tiers`).
 
     `disk`: the floor below that, if there is one. `read_host_blocks`: `Runner.read_host_blocks`. `block_bytes`: the
@@ -253,24 +264,17 @@ class FlooredBlockManager(BlockManager):
 
     def __init__(
         self,
-        config: EngineConfig,
-        tier: Tier,
-        allocator: Callable[[int], BlockAllocator] | None,
-        writer: StepWriters,
-        emit: Emit,
-        *,
+        *parts: *MemoryParts,
         disk: Disk | None = None,
         read_host_blocks: Callable[[Sequence[int]], Sequence[bytes]] | None = None,
         block_bytes: int = 0,
     ) -> None:
-        super().__init__(config, tier, allocator, writer, emit)
-        self.floor = HostFloor(self.host_allocator, emit, self._move_to_disk)
+        super().__init__(*parts, block_bytes=block_bytes)
+        self.floor = HostFloor(self.host_allocator, self._emit, self._move_to_disk)
         self._disk = disk
         self._read_host_blocks = read_host_blocks
-        self._block_bytes = block_bytes
         self._pays: bool | None = None  # whether carrying a block takes less time than computing it; None: unknown yet
         self._disk_pays = False
-        self._load: list[tuple[int, bytes]] = []  # blocks to load since the last `take_moves`
         self._names: dict[int, tuple[CachedBlock, BlockName]] = {}  # cached block -> its entry, and the entry's name
 
     @property
@@ -367,12 +371,7 @@ class FlooredBlockManager(BlockManager):
             return
         self.floor.pin(block for kept, _ in runs for block in kept)  # first: making room moves other blocks down
         self.begin(request, sequence, within_block=False)
-        self._make_room(num_blocks)
-        sequence.table.append(num_blocks * self.block_size)
-        self.num_entries += num_blocks
-        self.num_tokens += num_blocks * self.block_size
-        self._writer.table_changed(sequence, held)
-        blocks = iter(sequence.table.blocks[held:])
+        blocks = iter(self._extend(sequence, num_blocks))
         for kept, stored in runs:
             if pairs := [(host, next(blocks)) for host in kept]:
                 self._swap_in += pairs
@@ -403,11 +402,9 @@ class FlooredBlockManager(BlockManager):
         if not self._disk or not self._disk_pays or start >= len(names):
             return []
         with self._asking() as disk:
-            found = disk.load(tokens, start, len(names))
-        blocks = list(takewhile(lambda block: len(block) == self._block_bytes, found))
-        self.floor.below.update(name.digest for name in names[start : start + len(blocks)])
-        if start + len(blocks) < len(names):
-            self.floor.below.discard(names[start + len(blocks)].digest)
+            blocks = self._whole(disk.load(tokens, start, len(names)))
+        there, missing = names[start : start + len(blocks)], names[start + len(blocks) :][:1]
+        self.floor.note_below(there, missing)
         return blocks
 
     # --- Preempted requests share the host pool ---------------------------------------------------
@@ -426,15 +423,13 @@ class FlooredBlockManager(BlockManager):
 
     def take_moves(self) -> BlockMoves:
         self.floor.launched()
-        moves, self._load = super().take_moves()._replace(load=tuple(self._load)), []
-        return moves
+        return super().take_moves()
 
     def moves_done(self) -> None:
         self.floor.moves_done()
 
     def moves_lost(self) -> None:
         super().take_moves()
-        self._load = []
         self.floor.moves_lost()
 
 

@@ -191,6 +191,8 @@ class Memory(ABC):
         self.take_moves()
 
 
-MakeMemory = Callable[[EngineConfig, Tier, Callable[[int], BlockAllocator] | None, StepWriters, Emit], Memory]
-"""Makes a memory: a class or function. Its arguments are the settings, the tier's parts, a maker of allocators to use
-instead of the tier's (or None), the writers to notify of changed tables, and the receiver of events."""
+MemoryParts = tuple[EngineConfig, Tier, Callable[[int], BlockAllocator] | None, StepWriters, Emit]
+"""What a memory is made of: the settings, the tier's parts, a maker of allocators to use instead of the tier's (or
+None), the writers to notify of changed tables, and the receiver of events."""
+MakeMemory = Callable[[*MemoryParts], Memory]
+"""Makes a memory: a class or function."""

@@ -449,11 +449,13 @@ class Llama(Runner):
         if not is_gpu(self.kv_cache.device):
             return tokens
         lens = tokens.context_lens[: tokens.num_decoding]
-        decoding = [row for row in batch if len(row.token_ids) == 1]
         block_size = self.kv_cache.block_size
         token_bytes = self.kv_cache.block_bytes // (block_size * self.kv_cache.num_layers)  # per layer
         least = -(-LEAST_SAVED_ON_GPU // token_bytes)  # tokens
-        if int(lens.sum()) < least or len({row.blocks[0] for row in decoding}) == len(decoding):
+        if int(lens.sum()) < least:
+            return tokens
+        decoding = [row for row in batch if len(row.token_ids) == 1]
+        if len({row.blocks[0] for row in decoding}) == len(decoding):
             return tokens
         return replace(tokens, shared=shared_prefixes(_host_tables(decoding), lens, block_size, least=least))
 

@@ -165,13 +165,12 @@ class SharedStorageConnector:
         files = zip(self._paths(token_ids, start, stop), self._digests(token_ids, start, stop), strict=True)
         is_whole = True
         try:
-            for path, digest in files:
-                if not path.exists():
-                    break
-                block = self._read_block(path, digest)
-                is_whole &= block is not None
-                if block is not None and is_whole:  # after a bad file, look for more of them, so that all are mended
-                    found[path] = block
+            with suppress(FileNotFoundError):
+                for path, digest in files:
+                    block = self._read_block(path, digest)
+                    is_whole &= block is not None
+                    if block is not None and is_whole:  # after a bad file, look for more, so that all are mended
+                        found[path] = block
             self._touch(found)
         except OSError as error:
             self._tell(error)
@@ -202,12 +201,9 @@ class SharedStorageConnector:
             yield digest.copy()
 
     def _read_block(self, path: Path, digest: blake2b) -> bytes | None:
-        """Return the block in this file; None if there is none. Removes a file with anything else in it."""
-        try:
-            with path.open("rb") as file:
-                data = file.read(DIGEST_BYTES + self._block_bytes + 1)  # a file from elsewhere may be of any size
-        except FileNotFoundError:
-            return None
+        """Return the block in this file. Removes a file with anything else in it, and returns None."""
+        with path.open("rb") as file:
+            data = file.read(DIGEST_BYTES + self._block_bytes + 1)  # a file from elsewhere may be of any size
         block = data[DIGEST_BYTES:]
         digest.update(block)
         if data[:DIGEST_BYTES] == digest.digest():
@@ -295,6 +291,8 @@ class SharedStorageConnector:
         """Report an error on stderr, if it is the first of its kind."""
         kind = isinstance(error, OSError)
         if kind not in self._told:
-            why = f"{self.folder} cannot be used now: {error.strerror}" if isinstance(error, OSError) else error
+            why = (
+                f"{self.folder} cannot be used now: {error.strerror or error}" if isinstance(error, OSError) else error
+            )
             print(f"{self.setting}: {why}; {self.lost}", file=sys.stderr)
         self._told.add(kind)

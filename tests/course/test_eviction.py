@@ -66,7 +66,7 @@ def test_what_two_policies_share_is_told_by_a_program_that_fails_by_itself(tmp_p
 
 
 def test_a_counterexample_follows_other_answers_than_those_it_was_found_with(tmp_path: Path) -> None:
-    """So it runs to its end once the bug is gone, whichever block leaves first."""
+    """It runs to its end once the bug is gone, whichever block leaves first."""
     source = SEEDED.mutants["parents leave"].source
     script = result_of("children first", submit(source, tmp_path)).failure.script  # type: ignore[union-attr]
     assert script is not None

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from minipaged import LLM, SamplingParams
+from minipaged.engine import floors
 from minipaged.engine.floors import BlockName, Disk, FlooredBlockManager, HostFloor, KeptBlock
 from minipaged.errors import InvalidRequest, InvariantViolation
 from minipaged.events import BlocksLoaded, HostBlockDropped
@@ -149,6 +150,24 @@ class Fault(Exception):
     """Raised at a call that a test has chosen."""
 
 
+def check_with_faults(run: WorkloadRun) -> int:
+    """Run the workload to its end and check it, whatever fails on the way. Returns the number of faults."""
+    faults = 0
+    for now in range(1000):
+        try:
+            if not run.advance(now):
+                break
+        except Fault:
+            faults += 1
+            run.engine.check_invariants()
+            assert isinstance(run.engine.blocks, FlooredBlockManager)
+            assert not run.engine.blocks._load
+    run.check_outputs()
+    run.check_nothing_leaked()
+    assert not run.engine.has_unfinished_requests()
+    return faults
+
+
 class FailsOnce:
     """Raises at the call of this number, and never again."""
 
@@ -188,14 +207,7 @@ def with_a_fault(seed: int, number: int) -> bool:
         disk.calls = fuse
         made = type("Faulty", (FaultyRunner,), {"fuse": fuse})
         run = disk_run(seed, disk, prefixes, made, late=False)
-        for now in range(1000):
-            try:
-                if not run.advance(now):
-                    break
-            except Fault:
-                run.engine.check_invariants()
-        run.check_outputs()
-        run.check_nothing_leaked()
+        check_with_faults(run)
     return fuse.left <= 0
 
 
@@ -218,15 +230,7 @@ def test_a_load_that_always_fails_stops_nobody() -> None:
     for seed in range(0, 40, 2):
         disk, prefixes = DiskInMemory(block_size_of(seed)), Prefixes()
         check(disk_run(seed, disk, prefixes))
-        run = disk_run(seed, disk, prefixes, NeverLoads, late=False)
-        for now in range(1000):
-            try:
-                if not run.advance(now):
-                    break
-            except Fault:
-                failed += 1
-        run.check_outputs()
-        run.check_nothing_leaked()
+        failed += check_with_faults(disk_run(seed, disk, prefixes, NeverLoads, late=False))
     assert failed
 
 
@@ -242,16 +246,7 @@ def test_a_disk_that_always_raises_stops_nobody() -> None:
         disk, prefixes = DiskInMemory(block_size_of(seed)), Prefixes()
         check(disk_run(seed, disk, prefixes))
         disk.calls = load
-        run = disk_run(seed, disk, prefixes, late=False)
-        for now in range(1000):
-            try:
-                if not run.advance(now):
-                    break
-            except Fault:
-                failed += 1
-        run.check_outputs()
-        run.check_nothing_leaked()
-        assert not run.engine.has_unfinished_requests()
+        failed += check_with_faults(disk_run(seed, disk, prefixes, late=False))
     assert 0 < failed <= 20, "once an engine, at most"
 
 
@@ -293,6 +288,17 @@ def test_prompts_longer_than_the_host_floor_come_to_the_disk_in_the_end(num_swap
     assert found[-4:] == [40] * 4
     assert run.engine.stats.blocks_stored >= len(disk.blocks) >= 40 - num_swap_blocks, "or they are on the host"
     run.check_nothing_leaked()
+
+
+def test_names_of_the_floor_below_are_forgotten_from_the_oldest_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(floors, "MOST_BELOW", 2)
+    floor = HostFloor(REFERENCE.block_allocator(1), lambda event: None, lambda leaving: leaving)
+    names = [floors.name_of(None, [token]) for token in range(4)]
+    floor.note_below(names[:3])
+    assert floor.keep(names[:3]) == {names[0].digest: 0}, "the others are below"
+    floor.note_below(names[3:], missing=names[2:3])
+    floor.moves_lost()
+    assert floor.keep(names[2:]) == {names[2].digest: 0}
 
 
 def test_a_floor_that_is_not_used_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -354,7 +360,7 @@ def test_the_oracle_finds_a_lost_load_that_is_taken_for_done() -> None:
 def test_the_oracle_finds_a_block_that_is_written_to_disk_before_it_has_arrived(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of pinned blocks the content is not there yet."""
+    """Pinned blocks have not received their content yet."""
     right = HostFloor.keep
 
     def hasty(self: HostFloor, names: Sequence[BlockName]) -> dict[bytes, int]:
@@ -560,14 +566,7 @@ def test_blocks_whose_load_was_planned_in_vain_are_not_loaded_later() -> None:
                     raise Fault(name)
 
             disk.calls = fail
-            for now in range(1000):
-                try:
-                    if not run.advance(now):
-                        break
-                except Fault:
-                    planned += 1
-                    assert not memory._load
-            run.check_outputs()
+            planned += check_with_faults(run)
     assert planned
 
 

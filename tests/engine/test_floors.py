@@ -159,7 +159,7 @@ def test_of_more_blocks_than_the_floor_has_the_beginning_of_a_prompt_is_kept(num
 
 
 def test_a_block_that_moves_down_again_is_used() -> None:
-    """So another one leaves the floor first: for the blocks that move down with it, and later its own children."""
+    """Others leave the floor before it: for the blocks that move down with it, and later its own children."""
     dropped: list[Any] = []
     floor = HostFloor(REFERENCE.block_allocator(3), dropped.append, lambda leaving: ())  # type: ignore[arg-type]
     parent, child = floors.names_of(range(8), 4, 2)

@@ -182,7 +182,7 @@ def test_every_prefix_has_the_tiles_that_it_needs() -> None:
 
 
 def in_order(shared: Shared | None, sizes: list[int]) -> Shared:
-    """The same prefixes, ordered by these sizes."""
+    """Order the same prefixes by these sizes."""
     assert shared is not None
     members, starts, num_tokens = shared
     parts = {z - a: (members[a:z], n) for (a, z), n in zip(pairwise(starts.tolist()), num_tokens, strict=True)}

@@ -206,7 +206,7 @@ def test_damaged_files_are_said_once(stored: SharedStorageConnector, capsys: pyt
 
 
 def test_one_visit_removes_all_damaged_files_of_a_prompt(stored: SharedStorageConnector) -> None:
-    """So all of them can be stored again."""
+    """All of them can be stored again."""
     for path in files(stored)[1:3]:
         path.write_bytes(b"")
     assert stored.load(TOKENS, 0, 4) == [BLOCKS[0]]

@@ -110,8 +110,9 @@ def paged_decode(query: Tensor, paged: Paged, scale: float) -> Tensor:
     num_sms = _num_sms(query.device)
     shape = query.dtype, head_dim, group, keys.shape[2], _capability(query.device), kv_scales is not None
     max_splits = _max_splits(seqs, kv_heads, num_sms)
-    together, tiles, max_shared_splits = shared_options(*shape), 0, 0
+    max_shared_splits = 0
     if shared is not None:
+        together = shared_options(*shape)
         tiles = _shared_tiles(len(shared.members), len(shared.num_tokens), group, together["ROWS"])
         max_splits, max_shared_splits = _max_splits_of_both(max_splits, tiles, kv_heads, num_sms)
     splits = max_shared_splits + max_splits

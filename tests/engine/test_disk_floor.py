@@ -211,7 +211,7 @@ def with_a_fault(seed: int, number: int) -> bool:
     return fuse.left <= 0
 
 
-@pytest.mark.parametrize("seed", [4, 12, 30, 44])
+@pytest.mark.parametrize("seed", [pytest.param(4, marks=thorough), 12, pytest.param(30, marks=thorough), 44])
 def test_a_failure_at_any_move_costs_a_computation(seed: int) -> None:
     numbers = iter(range(1, 2000))
     assert with_a_fault(seed, next(numbers)), "no move at all"

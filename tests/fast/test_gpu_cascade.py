@@ -38,7 +38,7 @@ from minipaged.reference.kv_cache import KVCache as ReferenceCache
 from minipaged.tiers import fast_tier, reference_tier
 from tests.agreement.kernels import TOLERANCE, TRITON
 from tests.agreement.test_llama import Replays, Twins, captured, config_of, uncaptured  # noqa: F401
-from tests.effort import examples
+from tests.effort import examples, thorough
 from tests.fast.guarded import GuardedMemory
 from tests.fast.test_cpu_cascade import prefixes_of
 
@@ -170,6 +170,7 @@ def test_what_is_read_once_gives_the_result_of_reading_it_for_each(data: st.Data
     batch.check(batch.decoded(shared, num_sms=data.draw(st.sampled_from([1, 2, 16]))))
 
 
+@thorough
 def test_every_prefix_has_the_tiles_that_it_needs() -> None:
     """The first prefix fills its one tile, and the second has a row more than a tile. Nothing is left of the grid then:
     if the second began a tile later, its last sequence would have none, and would read its own entries."""
@@ -229,7 +230,12 @@ class Seen:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kv_cache_dtype"), [(torch.float32, "auto"), (torch.float16, "auto"), (torch.float32, "int8")]
+    ("dtype", "kv_cache_dtype"),
+    [
+        (torch.float32, "auto"),
+        pytest.param(torch.float16, "auto", marks=thorough),
+        pytest.param(torch.float32, "int8", marks=thorough),
+    ],
 )
 def test_logits_are_the_references(dtype: torch.dtype, kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three sequences share; before them are one that shares nothing, and a prompt; behind them is one whose table

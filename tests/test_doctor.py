@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import platform
 import re
 import shutil
@@ -21,6 +22,7 @@ import torch
 from minipaged import tiers
 from minipaged.cli import main
 from minipaged.errors import InvalidRequest
+from minipaged.fast import cores
 from minipaged.llm import LoadedModel
 from minipaged.models.config import ModelConfig
 from minipaged.tiers import choose, devices
@@ -294,6 +296,16 @@ def test_doctor_says_what_there_is_and_what_would_be_chosen(capsys: pytest.Captu
     assert lines["torch"] == metadata.version("torch")
     assert {"Python", "system", "triton", "CPU", "GPU"} <= set(lines)
     assert tiers.choose_tier("auto").description in lines["chosen"]
+
+
+@pytest.mark.parametrize(("usable", "said"), [(1, "1 of 64 cores may be used"), (64, "64 cores")])
+def test_doctor_says_how_many_cores_a_containers_quota_allows(
+    usable: int, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(cores, "usable_cores", lambda: usable)
+    doctor()
+    assert re.search(rf"^CPU .*, {said}$", capsys.readouterr().out, flags=re.MULTILINE)
 
 
 def not_installed(name: str) -> Any:

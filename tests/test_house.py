@@ -143,7 +143,7 @@ HOUSE = {
     ),
     # Several engines behind one endpoint; `replicas.routing` needs no more than the ground, and no Ray.
     "replicas": Room(
-        "async_llm errors events handover models outputs params serve setup",
+        "async_llm errors events handover models outputs params serve setup tiers",
         "prometheus_client psutil ray starlette",
     ),
     # The paper's figures, made again: the engine on simulated machines, and several of them behind a router.
@@ -322,10 +322,10 @@ TWINS = {
 
 
 def test_the_wings_have_the_same_rooms():
-    """Each file of one wing has its twin in the other. (The fast wing computes on devices, see `device.py`, and its
-    kernels live in two rooms below; `kernels.py` says what they are.)"""
+    """Each file of one wing has its twin in the other. (The fast wing computes on devices, see `device.py` and
+    `cores.py`, and its kernels live in two rooms below; `kernels.py` says what they are.)"""
     for wing in WINGS:
-        others = {"__init__", "device", "kernels"} if wing == "fast" else {"__init__"}
+        others = {"__init__", "cores", "device", "kernels"} if wing == "fast" else {"__init__"}
         assert {path.stem for path in (ROOT / wing).glob("*.py")} == TWINS.keys() | others
 
 

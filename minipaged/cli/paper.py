@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,10 +40,11 @@ def paper_run(
 ) -> None:
     """Reproduce figures of the paper. Exit status 1 if one deviates by more than its tolerance."""
     from minipaged.paper.commands import run_figures
+    from minipaged.tiers.devices import usable_cores
 
     with _drawing():
         good = run_figures(
-            figures, quick=quick, seed=seed, processes=jobs or os.cpu_count() or 1, output=output, traces=traces
+            figures, quick=quick, seed=seed, processes=jobs or usable_cores(), output=output, traces=traces
         )
     if not good:
         raise typer.Exit(1)

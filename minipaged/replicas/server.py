@@ -40,6 +40,7 @@ from minipaged.serve.settings import ServeSettings
 from minipaged.setup.loaded_model import check_before_loading
 from minipaged.setup.own_parts import FROM_TEXT, is_users
 from minipaged.setup.settings import Settings
+from minipaged.tiers.devices import usable_cores
 
 NAME = "minipaged"
 """The name of the application in Ray."""
@@ -145,7 +146,7 @@ def serve_replicas(model: str, settings: ServeSettings, replicas: ReplicaSetting
     check_before_loading(config, **engine)
     with listen(settings.host, settings.port) as listening:  # a check: Ray would retry forever
         port = listening.getsockname()[1]
-    cores = os.cpu_count() or 1
+    cores = usable_cores()
     print(f"starting Ray and {replicas.replicas} x {model} ...", file=sys.stderr, flush=True)
     # Ray reports processes that die on stdout.
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
@@ -195,7 +196,7 @@ def check_room(there: Mapping[str, float], replicas: ReplicaSettings, *, cpus: i
     for what, each in (("cpus", cpus), ("gpus", gpus)):
         has, number = int(there.get(what[:-1].upper(), 0)), replicas.replicas or 0
         if what == "cpus" and each > 1:  # the number in Ray may be higher: it is at least the number of replicas
-            has = min(has, os.cpu_count() or 1)
+            has = min(has, usable_cores())
         if not replicas.ray_address and each * number > has:
             raise InvalidRequest(
                 f"{what}_per_replica is {each}: {number} replicas take {each * number}, and there are {has}; take fewer"

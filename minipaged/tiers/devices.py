@@ -33,6 +33,13 @@ def own_version() -> str:
         return CHECKOUT
 
 
+def usable_cores() -> int:
+    """Return the number of cores that this process may use: those that it is bound to, within its container's quota."""
+    from minipaged.fast import cores
+
+    return cores.usable_cores()
+
+
 def has_nvidia_gpu() -> bool:
     """Whether this machine has a driver for an NVIDIA GPU, whether or not the GPU can be used."""
     return any(Path(path).exists() for path in ("/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so"))

@@ -17,7 +17,7 @@ from minipaged.tiers import choose, devices
 def report() -> Iterator[tuple[str, str]]:
     """Yield the lines of the report, each as a name and a text."""
     yield from devices.versions().items()
-    yield "CPU", f"{_processor()}, {os.cpu_count()} cores"
+    yield "CPU", f"{_processor()}, {_cores()}"
     missing = choose.missing_for_fast()
     if "torch" in missing:
         yield "GPU", "there is a driver for one, and no torch" if devices.has_nvidia_gpu() else devices.NO_DRIVER
@@ -43,6 +43,11 @@ def _processor() -> str:
     except OSError:
         lines = []
     return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _cores() -> str:
+    usable, there = devices.usable_cores(), os.cpu_count()
+    return f"{there} cores" if usable == there else f"{usable} of {there} cores may be used"
 
 
 def _gpus() -> Iterator[tuple[str, str]]:

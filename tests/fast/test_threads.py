@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 import torch
 
+from minipaged.fast.cores import usable_cores
 from minipaged.fast.cpu import computing, paged_decode, threads
-from minipaged.fast.cpu.threads import LONGEST_WAIT, Threads, usable_cores
+from minipaged.fast.cpu.threads import LONGEST_WAIT, Threads
 from minipaged.fast.kernels import Paged
 from tests.effort import thorough
 

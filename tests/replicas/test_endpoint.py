@@ -272,15 +272,17 @@ def test_a_replica_takes_a_gpu_for_each_of_its_ranks(engine: dict[str, Any], gpu
 
 def test_more_than_there_is_is_told_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     from minipaged.errors import InvalidRequest
+    from minipaged.replicas import server
     from minipaged.replicas.server import check_room
 
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(os, "cpu_count", lambda: 99)  # of which a container's quota allows fewer
+    monkeypatch.setattr(server, "usable_cores", lambda: 4)
     here, elsewhere = ReplicaSettings(replicas=2), ReplicaSettings(replicas=2, ray_address="auto")
     check_room({"CPU": 4.0}, here, cpus=2, gpus=0)
     check_room({"CPU": 4.0}, elsewhere, cpus=99, gpus=1)
     with pytest.raises(InvalidRequest, match="cpus_per_replica is 3: 2 replicas take 6, and there are 4; take fewer"):
         check_room({"CPU": 4.0}, here, cpus=3, gpus=0)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(server, "usable_cores", lambda: 2)
     with pytest.raises(InvalidRequest, match="4 replicas take 8, and there are 2"):  # though Ray was told of 4
         check_room({"CPU": 4.0}, ReplicaSettings(replicas=4), cpus=2, gpus=0)
     check_room({"CPU": 4.0}, ReplicaSettings(replicas=4), cpus=1, gpus=0)  # they take turns

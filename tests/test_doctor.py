@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numba
 import pytest
 import torch
 
@@ -306,6 +307,16 @@ def test_doctor_says_how_many_cores_a_containers_quota_allows(
     monkeypatch.setattr(cores, "usable_cores", lambda: usable)
     doctor()
     assert re.search(rf"^CPU .*, {said}$", capsys.readouterr().out, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("layer", ["omp", "tbb", "workqueue"])
+def test_doctor_says_when_numba_has_no_threads_but_its_own(
+    layer: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numba, "threading_layer", lambda: layer)
+    doctor()
+    way_out = r"^threads +numba's own, .* on Linux, install libgomp \(Debian: libgomp1\)"
+    assert bool(re.search(way_out, capsys.readouterr().out, flags=re.MULTILINE)) == (layer == "workqueue")
 
 
 def not_installed(name: str) -> Any:

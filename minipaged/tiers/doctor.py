@@ -19,6 +19,8 @@ def report() -> Iterator[tuple[str, str]]:
     yield from devices.versions().items()
     yield "CPU", f"{_processor()}, {_cores()}"
     missing = choose.missing_for_fast()
+    if not missing and (problem := devices.threads_problem()):
+        yield "threads", problem
     if "torch" in missing:
         yield "GPU", "there is a driver for one, and no torch" if devices.has_nvidia_gpu() else devices.NO_DRIVER
     else:

@@ -48,6 +48,50 @@ def test_omp_num_threads_holds_for_torch_and_for_numba_in_any_thread(tiny_model:
     assert done.stdout.split("\n") == [f"{threads} {threads} {threads}"] * 2 + [""]
 
 
+TWO_ENGINES = """
+import sys, threading
+import numba
+from minipaged import LLM, SamplingParams
+def serve():
+    llm = LLM(sys.argv[1], tier="fast", device="cpu", num_blocks=64)
+    for _ in range(10):
+        llm.generate([[3, 4, 5] * 20] * 4, SamplingParams(max_tokens=30, ignore_eos=True), use_tqdm=False)
+threads = [threading.Thread(target=serve) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(numba.threading_layer())
+"""
+
+
+@thorough
+@pytest.mark.parametrize("layer", ["omp", "workqueue"])
+def test_two_engines_of_one_process_compute_on_any_threads_of_numbas(tiny_model: Path, layer: str) -> None:
+    """Numba's own threads, which it takes where the system has no libgomp, end a process that calls them twice at
+    once."""
+    environment = os.environ | {"NUMBA_THREADING_LAYER": layer}
+    command = [sys.executable, "-c", TWO_ENGINES, str(tiny_model)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == f"{layer}\n", done.stderr
+
+
+@pytest.mark.parametrize(("layer", "waits"), [("omp", False), ("workqueue", True)])
+def test_engines_take_turns_on_numbas_own_threads(layer: str, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba, "threading_layer", lambda: layer)
+
+    def compute() -> None:
+        with computing(throughout=False), computing(throughout=False):  # one within the other is one engine's
+            pass
+
+    other = threading.Thread(target=compute)
+    with computing(throughout=False):
+        other.start()
+        other.join(0.1 if waits else 60)
+        assert other.is_alive() == waits
+    other.join()
+
+
 # --- Fewer threads where others take cores -----------------------------------------------------------
 
 PASS = 0.06

@@ -30,7 +30,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from threading import Lock
+from threading import Lock, RLock
 
 import numba
 import torch
@@ -103,6 +103,9 @@ _threads = Threads(0)
 _num_computing = 0
 """How many engines of this process compute now. Changed under `_lock`."""
 _lock = Lock()
+_turn = RLock()
+"""Held by the engine that computes, if numba's threads are its own ("workqueue"). Those end a process in which two
+threads of Python call them at once."""
 
 
 def _current() -> Threads:
@@ -138,19 +141,20 @@ def computing(*, throughout: bool = True) -> AbstractContextManager[None]:
 @contextmanager
 def _computing(throughout: bool) -> Iterator[None]:
     global _num_computing
-    given, threads = torch.get_num_threads(), _current()
-    with _lock:
-        _num_computing += 1
-    try:
-        _set(threads.count)
-        with threads.watched() if throughout and _shows_lost_cores() else nullcontext():
-            yield
-    finally:
+    with _turn if threading_layer() == "workqueue" else nullcontext():
+        given, threads = torch.get_num_threads(), _current()
         with _lock:
-            _num_computing -= 1
-        _set(threads.most)
-        if given > threads.most:  # it is never lower, unless another engine was computing
-            torch.set_num_threads(given)
+            _num_computing += 1
+        try:
+            _set(threads.count)
+            with threads.watched() if throughout and _shows_lost_cores() else nullcontext():
+                yield
+        finally:
+            with _lock:
+                _num_computing -= 1
+            _set(threads.most)
+            if given > threads.most:  # it is never lower, unless another engine was computing
+                torch.set_num_threads(given)
 
 
 def use_threads() -> None:
@@ -161,8 +165,19 @@ def use_threads() -> None:
 
 def _set(count: int) -> None:
     numba.set_num_threads(count)
-    if torch.get_num_threads() != count:  # numba, when it starts its threads, changes OpenMP's number, which torch uses
+    if torch.get_num_threads() != count:  # see `threading_layer`
         torch.set_num_threads(count)
+
+
+def threading_layer() -> str:
+    """Return the kind of numba's threads: "omp" (OpenMP's), "tbb", or "workqueue" (numba's own, if it finds no library
+    for the others). They are started if they are not running yet."""
+    given = torch.get_num_threads()
+    numba.get_num_threads()
+    if torch.get_num_threads() != given:  # numba, when it starts its threads, changes OpenMP's number, which torch uses
+        torch.set_num_threads(given)
+    layer: str = numba.threading_layer()
+    return layer
 
 
 def _shows_lost_cores() -> bool:
@@ -170,7 +185,4 @@ def _shows_lost_cores() -> bool:
     waits for other ranks, and sleeps then."""
     sleeps = os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE" or os.environ.get("GOMP_SPINCOUNT") == "0"
     alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-    try:
-        return sys.platform == "linux" and not sleeps and alone and numba.threading_layer() == "omp"
-    except ValueError:  # before the first parallel loop
-        return False
+    return sys.platform == "linux" and not sleeps and alone and threading_layer() == "omp"

@@ -22,6 +22,9 @@ from torch import Tensor
 from minipaged import contracts
 from minipaged.contracts import BeamMove, BeamStep, why_no_peak
 from minipaged.errors import BadLogits, InvalidRequest
+from minipaged.fast import kernels_for
+from minipaged.fast.device import is_gpu
+from minipaged.fast.kernels import Kernels
 from minipaged.fast.sampling import largest, receive, send
 from minipaged.params import BeamSearchParams, final_token_ids
 
@@ -58,7 +61,10 @@ class BeamSearch(contracts.BeamSearch):
         """
         assert self._steps_left > 0, "the search is over: it had no survivors"
         width = self._params.beam_width
-        candidates = _best_moves(logits, rows, cumulative_logprobs, max(2, 1 + len(self._ends)) * width)
+        kernels = kernels_for(logits.device)
+        with kernels.computing(throughout=False):
+            count = max(2, 1 + len(self._ends)) * width
+            candidates = _best_moves(kernels, logits, rows, cumulative_logprobs, count)
         precision = np.float64 if logits.dtype == torch.float64 else np.float32
         self._generated += 1
         self._steps_left -= 1
@@ -106,22 +112,24 @@ class BeamSearch(contracts.BeamSearch):
 
 
 def _best_moves(
-    logits: Tensor, rows: Sequence[int], cumulative_logprobs: Sequence[float], count: int
+    kernels: Kernels, logits: Tensor, rows: Sequence[int], cumulative_logprobs: Sequence[float], count: int
 ) -> list[BeamMove]:
     """The `count` likeliest continuations of all beams together, best first. On ties the earlier beam comes first, then
-    the lower token. Fewer if the model rules tokens out."""
+    the lower token. Fewer if the model rules tokens out. No bit depends on the number of threads."""
     where, sums = send(logits.device, rows, np.array(cumulative_logprobs))  # [beams]
-    table = logits[where] if logits.dtype == torch.float64 else logits[where].float()  # [beams, vocab]
-    peaks, likeliest = table.max(1)  # [beams]; NaN if the row holds NaN
-    shifted = table - peaks[:, None]  # [beams, vocab], at most 0
-    totals = shifted.exp().sum(1, keepdim=True).log()  # [beams, 1]
-    flat = (sums.to(table.dtype)[:, None] + (shifted - totals)).view(1, -1)  # [1, beams * vocab]
+    given = logits[where]  # [beams, vocab]
+    table = given if given.dtype == torch.float64 else given.float()
+    # On a GPU the kernel for the model's type is compiled already, because samples are chosen by it.
+    found = kernels.argmax_logsumexp(given if is_gpu(given.device) else table)
+    likeliest, peaks, log_totals = found  # [beams]; the peak is NaN if the row holds NaN
+    peak, log_total, before = (each.to(table.dtype)[:, None] for each in (peaks, log_totals, sums))  # [beams, 1]
+    flat = (before + (table - peak - log_total)).view(1, -1)  # [1, beams * vocab]
     best = largest(flat, count)  # [1, count]; ties are ordered by beam, then by token
     indices, best_sums, likeliest_ids, found_peaks = receive(
-        best[0], flat.gather(1, best)[0].double(), likeliest, peaks.double()
+        best[0], flat.gather(1, best)[0].double(), likeliest, peaks
     )
-    for token_id, peak in zip(likeliest_ids.tolist(), found_peaks.tolist(), strict=True):
-        if error := why_no_peak(token_id, peak):
+    for token_id, found_peak in zip(likeliest_ids.tolist(), found_peaks.tolist(), strict=True):
+        if error := why_no_peak(token_id, found_peak):
             raise BadLogits(error)
     parents, token_ids = np.divmod(indices, table.shape[1])
     moves = zip(parents.tolist(), token_ids.tolist(), best_sums.tolist(), strict=True)

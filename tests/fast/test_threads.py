@@ -16,10 +16,14 @@ import numpy as np
 import pytest
 import torch
 
+from minipaged.contracts import BeamStep
+from minipaged.fast import cpu
+from minipaged.fast.beam_search import BeamSearch
 from minipaged.fast.cores import usable_cores
 from minipaged.fast.cpu import computing, paged_decode, threads
 from minipaged.fast.cpu.threads import LONGEST_WAIT, Threads
 from minipaged.fast.kernels import Paged
+from minipaged.params import BeamSearchParams
 from tests.effort import thorough
 
 REPORT = """
@@ -51,11 +55,12 @@ def test_omp_num_threads_holds_for_torch_and_for_numba_in_any_thread(tiny_model:
 TWO_ENGINES = """
 import sys, threading
 import numba
-from minipaged import LLM, SamplingParams
+from minipaged import LLM, BeamSearchParams, SamplingParams
 def serve():
     llm = LLM(sys.argv[1], tier="fast", device="cpu", num_blocks=64)
     for _ in range(10):
         llm.generate([[3, 4, 5] * 20] * 4, SamplingParams(max_tokens=30, ignore_eos=True), use_tqdm=False)
+        llm.beam_search([[3, 4, 5]], BeamSearchParams(beam_width=4, max_tokens=20))
 threads = [threading.Thread(target=serve) for _ in range(2)]
 for thread in threads:
     thread.start()
@@ -224,6 +229,28 @@ def test_attention_gives_the_same_bits_on_fewer_threads(two_threads: Threads) ->
     assert np.array_equal(*found)
     threads._threads = Threads(1)  # which really are fewer, and divide the work otherwise
     assert not np.array_equal(paged_decode(query, paged, 0.1).numpy(), found[0])
+
+
+def test_beams_are_ranked_on_as_many_threads_as_get_a_core_with_the_same_bits(
+    two_threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sum over one long row, as torch computes it, depends on the number of threads."""
+    used, argmax_logsumexp = [], cpu.argmax_logsumexp
+
+    def noted(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        used.append(numbers())
+        return argmax_logsumexp(logits)
+
+    monkeypatch.setattr(cpu, "argmax_logsumexp", noted)
+    logits = torch.randn(4, 200_000, generator=torch.Generator().manual_seed(0))
+    logits[:, 7] = 13  # about half of the probability, so that the last bits of the sum show in its own
+    steps: list[list[BeamStep]] = []
+    for two_threads.count in (2, 1):
+        searches = [BeamSearch(BeamSearchParams(beam_width=4, max_tokens=9), 3, 12, [2]) for _ in logits]
+        steps.append([search.step(logits, [row], [0.0]) for row, search in enumerate(searches)])
+    assert used == [(2, 2)] * 4 + [(1, 1)] * 4
+    assert steps[0] == steps[1]
+    assert numbers() == (2, 2)
 
 
 @pytest.mark.parametrize(

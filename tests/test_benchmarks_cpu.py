@@ -1,4 +1,4 @@
-"""The profile of the fast tier on a CPU counts what there is to count."""
+"""Engines take turns on a CPU, and the profile of the fast tier counts what there is to count."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
+from benchmarks import cpu_engines
 from tests.effort import thorough
 
 ROOT = Path(__file__).parent.parent
@@ -20,6 +22,41 @@ def test_a_workload_that_there_is_not_is_told_and_nothing_is_measured() -> None:
     )
     assert done.returncode == 1
     assert done.stderr.startswith("there is no workload '64 mixd'; choose of one request, 32 decoding, 64 mixed")
+
+
+def test_engines_take_turns_each_with_a_python_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pythons = {}
+    for name in ("ours", "theirs"):
+        pythons[name] = tmp_path / name
+        pythons[name].write_text(f'#!/bin/sh\nshift\necho {name} "$@" >> {tmp_path}/calls\n')
+        pythons[name].chmod(0o755)
+    peer = ["--peer", "openvino", "--peer-folder", "ir", "--peer-python", str(pythons["theirs"])]
+    each = ["--dtype", "float32", "--busy", "1", "--workload", "one request"]
+    monkeypatch.setattr(sys, "argv", ["cpu_engines", "minipaged", "model", *peer, *each])
+    monkeypatch.setattr(sys, "executable", str(pythons["ours"]))
+    cpu_engines.main()
+    turn = [f"ours minipaged model {' '.join(each)}", f"theirs openvino ir {' '.join(each)}"]
+    assert (tmp_path / "calls").read_text().splitlines() == 2 * turn
+
+
+def test_others_compute_while_an_engine_is_measured_and_no_longer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    beside: list[list[psutil.Process]] = []
+    us = psutil.Process()
+    before = us.children()
+
+    def run(requests: list[cpu_engines.Request]) -> None:
+        beside.append([child for child in us.children() if child not in before])
+
+    monkeypatch.setitem(cpu_engines.ENGINES, "vllm", lambda folder, dtype: run)
+    cpu_engines.measure("vllm", "model", "float32", ["one request", "prefill of 512"], busy_processes=2)
+    assert [len(each) for each in beside] == [0, 2, 2], "none while it warms up"
+    assert not any(each.is_running() for each in beside[1])
+    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == [
+        "vllm, one request",
+        "vllm, prefill of 512",
+    ]
 
 
 @thorough

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +90,10 @@ def test_parts_and_the_rest_are_the_whole_and_floors_are_as_reckoned_by_hand(
     heads = config.num_attention_heads * config.head_dim
     assert profile.operations["attention"] == config.num_hidden_layers * 4 * heads * scores
     told = capsys.readouterr().out
-    shares = [float(line[22:].split("%")[0]) for line in told.splitlines()[3:]]
+    *table, last = told.splitlines()[3:]
+    shares = [float(line[22:].split("%")[0]) for line in table]
     assert sum(shares) == pytest.approx(100, abs=1)
     assert len(shares) == 9
+    found = re.fullmatch(r"with all layers in one call: (\S+) s, (\S+) of them in that call", last)
+    assert found
+    assert 0 < float(found[2]) < float(found[1])

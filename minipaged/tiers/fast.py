@@ -57,7 +57,8 @@ class FastTier(DeviceTier):
             onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
             has_bfloat16 = onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
             # With AVX512 alone oneDNN has bfloat16 too, but it is slow: a prompt of 512 tokens took 4 times as long as
-            # in float32, a decode of 32 sequences 2.6 times as long (of one sequence 0.75 times).
+            # in float32, a decode of 32 sequences 2.6 times as long (of one sequence 0.75 times). On ARM it has it
+            # only where the processor multiplies bfloat16.
             is_x86 = platform.machine() in ("x86_64", "AMD64")
             is_fast = has_bfloat16 and (not is_x86 or torch.cpu._is_avx512_bf16_supported())
         if device == "cpu" and dtype == "float16":

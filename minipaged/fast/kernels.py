@@ -12,7 +12,7 @@ or overwrite other memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -245,8 +245,11 @@ class LlamaKernels(Protocol):
     """The other kernels of a Llama. All tensors are of the model's type. Norms are rounded where transformers rounds:
     before the weight is applied, and after."""
 
-    def computing(self, *, throughout: bool = True) -> AbstractContextManager[None]:
-        """Return a context in which the calling Python thread calls kernels. `throughout`: nearly all of the time."""
+    def computing(self, *, throughout: bool = True, kind: Hashable = None) -> AbstractContextManager[None]:
+        """Return a context in which the calling Python thread calls kernels.
+
+        throughout: nearly all of the time. kind: equal where the same work is done; None: there is no other like it.
+        """
 
     def linears(
         self,

@@ -385,7 +385,8 @@ class Llama(Runner):
     def _compute(self, tokens: FlatBatch, slots: Tensor | None = None) -> Tensor:
         """Run all layers. Returns the logits [rows that want them, vocab_size]. `slots`: [tokens], or None to look them
         up."""
-        with self.kernels.computing():
+        all_decode = tokens.num_decoding == len(tokens.positions)
+        with self.kernels.computing(kind=(id(self), tokens.num_decoding) if all_decode else None):
             return self._run_layers(tokens, slots)
 
     def _run_layers(self, tokens: FlatBatch, slots: Tensor | None) -> Tensor:

@@ -4,6 +4,8 @@ that is so."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Hashable
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -12,7 +14,8 @@ import pytest
 import torch
 
 from minipaged.contracts import BatchRow
-from minipaged.fast import preemption
+from minipaged.fast import cpu, preemption
+from minipaged.fast.cpu import computing
 from minipaged.fast.cpu import llama as cpu_llama
 from minipaged.fast.cpu.product import can_multiply_tiles
 from minipaged.fast.kv_cache import KVCache
@@ -133,3 +136,23 @@ def test_where_a_library_multiplies_one_token_at_a_time_is_run_in_one_call() -> 
 def test_what_cannot_be_run_so_is_run_layer_by_layer() -> None:
     assert make("qwen2", torch.float32)._one_call is None  # its projections have a bias
     assert make("llama", torch.float32, "int8")._one_call is None
+
+
+def test_passes_in_which_as_many_sequences_decode_are_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their times may be compared (`Threads`)."""
+    kinds: list[Hashable] = []
+
+    def noted(*, throughout: bool = True, kind: Hashable = None) -> AbstractContextManager[None]:
+        kinds.append(kind)
+        return computing(throughout=throughout, kind=kind)
+
+    llama = make("llama", torch.float32)
+    monkeypatch.setattr(cpu, "computing", noted)
+    two, three = ([BatchRow([i], 0, [i], wants_logits=True) for i in range(count)] for count in (2, 3))
+    with_prompt = [*two, BatchRow([1, 2], 0, [39], wants_logits=True)]
+    for rows in (two, three, two, with_prompt):
+        llama.forward(rows)
+    first, second, third, fourth = kinds
+    assert first == third != second
+    assert None not in (first, second)
+    assert fourth is None

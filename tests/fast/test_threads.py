@@ -4,6 +4,7 @@ torch's number alone."""
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -149,6 +150,77 @@ def test_all_threads_compute_again_when_the_cores_are_free() -> None:
     assert machine.run(1)[2] == 5, "what is taken later is noticed at once"
     machine.free = 8.0
     assert {*machine.run(1)[-2:]} == {8}, "and one that was taken for a moment is soon tried"
+
+
+class SharedMachine:
+    """A machine of which other processes take `taken` cores, which threads then share with them half and half. Each
+    thread has an equal part of a pass, which takes `PASS` on all cores, and waits for the last one. `asleep`: the
+    cores' worth of waiting threads that sleep. `noise`: how much passes differ."""
+
+    def __init__(
+        self, num_threads: int, taken: int, asleep: float, kind: object = "32 decode", noise: float = 0.0
+    ) -> None:
+        self.cores, self.taken, self.asleep, self.kind = num_threads, taken, asleep, kind
+        self.noise, self.random = noise, random.Random(0)
+        self.now = self.processor = 0.0
+        self.threads = Threads(num_threads, lambda: self.now, lambda: self.processor)
+
+    def run(self, seconds: float) -> list[tuple[int, float]]:
+        """The number of threads in each pass, and its seconds."""
+        passes, end = [], self.now + seconds
+        while self.now < end:
+            with self.threads.watched(self.kind):
+                count = self.threads.count
+                sharing = max(0, count + self.taken - self.cores)
+                took = PASS * self.cores / count * (2 if sharing else 1) * self.random.lognormvariate(0, self.noise)
+                self.now += took
+                self.processor += took * (count - sharing / 2 - self.asleep * count / self.cores)
+            passes.append((count, took))
+        return passes
+
+
+def mean_seconds(passes: list[tuple[int, float]]) -> float:
+    return sum(took for _, took in passes) / len(passes)
+
+
+@pytest.mark.parametrize("asleep", [0.0, 0.12])
+@pytest.mark.parametrize(("num_threads", "taken"), [(3, 1), (4, 1), (8, 1), (64, 1), (8, 2), (8, 3), (16, 3)])
+def test_a_core_of_many_that_is_taken_is_left_to_the_others(num_threads: int, taken: int, asleep: float) -> None:
+    """Its thread loses half a core, which is less than many threads lose on a quiet machine, and the pass takes twice
+    as long."""
+    machine = SharedMachine(num_threads, taken, asleep * num_threads)
+    machine.run(60)
+    fewer = PASS * num_threads / (num_threads - taken)
+    assert fewer <= mean_seconds(machine.run(120)) < 1.05 * fewer
+    machine.taken = 0
+    machine.run(LONGEST_WAIT + 1)
+    assert mean_seconds(machine.run(300)) < 1.02 * PASS
+    machine.taken = 1
+    machine.run(1)
+    soon = mean_seconds(machine.run(20))
+    assert soon < 1.15 * PASS * num_threads / (num_threads - 1), "what is taken after a quiet time is noticed at once"
+
+
+@pytest.mark.parametrize("num_threads", [3, 4, 8, 64])
+@pytest.mark.parametrize(("asleep", "noise"), [(0.0, 0.0), (0.12, 0.0), (0.12, 0.2)])
+def test_trying_fewer_threads_costs_next_to_nothing_on_a_quiet_machine(
+    num_threads: int, asleep: float, noise: float
+) -> None:
+    machine = SharedMachine(num_threads, 0, asleep * num_threads, noise=noise)
+    machine.run(60)
+    counts = [count for count, _ in machine.run(300)]
+    assert sum(num_threads / count for count in counts) < 1.002 * len(counts)
+    assert asleep or {*counts} == {num_threads}, "and nothing where no core is missing"
+
+
+def test_fewer_threads_are_not_tried_where_no_two_passes_are_alike() -> None:
+    machine = SharedMachine(8, 1, 0.0, kind=None)
+    assert {count for count, _ in machine.run(60)} == {8}
+    machine = SharedMachine(8, 1, 0.0)
+    for machine.kind in range(60):
+        machine.run(0.06)
+        assert machine.threads.count >= 7
+    assert machine.threads.count == 8, "what was tried could not be compared"
 
 
 def test_two_passes_at_once_are_not_taken_for_lost_cores() -> None:

@@ -19,16 +19,21 @@ This is the time of the whole process. So where another Python thread of it comp
 show: the time of that thread is taken for theirs.
 
 That other programs have ended does not show while there are fewer threads. So now and then one more thread is tried.
+
+With more threads, a core or two that are taken hide among what all of them lose on a quiet machine. But each thread has
+an equal share of a step, so the step takes about twice as long. So where cores are missing, fewer threads are tried now
+and then while steps are alike, and kept if these steps are faster. (Tested on simulated machines only.)
 """
 
 # mypy: disable-error-code="attr-defined"
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import Lock, RLock
 
@@ -41,10 +46,13 @@ WINDOW = 0.05
 """The seconds of computing after which the number of threads may change."""
 LOST = 0.3
 """The part of a core that each thread but the first may lose before there are fewer threads. Threads lose a little on a
-quiet machine too, when one of them works alone and the others fall asleep. (Measured with 2 threads only. With many,
-one core that is taken does not count.)"""
+quiet machine too, when one of them works alone and the others fall asleep. (Measured with 2 threads only.)"""
 FIRST_WAIT, LONGEST_WAIT = 0.5, 4.0
 """The seconds until one more thread is tried, and at most. Each attempt that fails doubles the wait."""
+LONGEST_DOUBT = 60.0
+"""The most seconds until fewer threads are tried again. This wait, too, begins with `FIRST_WAIT` and doubles."""
+FASTER = 0.8
+"""The part of a step's time that it may take on fewer threads, for these to be kept."""
 
 
 class Threads:
@@ -62,10 +70,18 @@ class Threads:
         self._wait, self._next_try = FIRST_WAIT, 0.0
         self._tries = self._is_watching = False
         self._lost = 0.0  # in the last window
+        self._doubt, self._next_doubt = FIRST_WAIT, 0.0
+        self._without, self._lost_before = 0, 0.0  # how many threads fewer were tried last, and what was lost before
+        self._tries_without = False
+        self._kinds: list[Hashable] = []  # of this window's stretches
+        self._each: tuple[Hashable, float] = (None, math.nan)  # the kind of those of the last window, and their seconds
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Watch a stretch in which all `count` threads compute, or wait for each other in a loop."""
+    def watched(self, kind: Hashable = None) -> Iterator[None]:
+        """Watch a stretch in which all `count` threads compute, or wait for each other in a loop.
+
+        kind: equal for stretches with the same work; None if no other has the same.
+        """
         if self._is_watching:  # the other one's processor time could not be told from this one's
             yield
             return
@@ -78,12 +94,31 @@ class Threads:
             now = self._clock()
             self._seconds += now - began
             self._processor_seconds += self._processor_clock() - processor_began
+            self._kinds.append(kind)
             if self._seconds >= WINDOW:
-                self._adapt(self.count - self._processor_seconds / self._seconds, now)
+                self._adapt(self.count - self._processor_seconds / self._seconds, self._ratio(), now)
                 self._seconds = self._processor_seconds = 0.0
+                self._kinds.clear()
 
-    def _adapt(self, lost: float, now: float) -> None:
-        """`lost`: the number of cores that the threads did not get."""
+    def _ratio(self) -> float:
+        """The time of a stretch in this window ÷ that in the last one, if all were of one kind; NaN otherwise."""
+        kind = self._kinds[0] if len({*self._kinds}) == 1 else None
+        (kind_before, before), each = self._each, self._seconds / len(self._kinds)
+        self._each = kind, each
+        return each / before if kind is not None and kind == kind_before else math.nan
+
+    def _adapt(self, lost: float, ratio: float, now: float) -> None:
+        """`lost`: the number of cores that the threads did not get. `ratio`: see `_ratio`."""
+        if self._tries_without:
+            self._tries_without, self._lost = False, lost
+            if ratio < FASTER:
+                self._wait, self._doubt, self._without = FIRST_WAIT, FIRST_WAIT, 0
+                self._next_try = now + self._wait
+            else:
+                self.count += self._without
+                self._doubt = min(2 * self._doubt, LONGEST_DOUBT)
+                self._next_doubt = now + self._doubt
+            return
         # What one more thread has lost shows beside what the others lost without it.
         too_much = lost - self._lost if self._tries else lost
         self._lost = lost
@@ -95,8 +130,15 @@ class Threads:
         elif self.count < self.most and (self._tries or now >= self._next_try):
             self.count += 1
             self._tries = True
-        elif self.count == self.most:
+        else:
             self._tries = False
+            if lost > self._lost_before + LOST:  # more than when fewer threads were tried last
+                self._without, self._next_doubt = 0, now
+            if self.count > 1 and lost > LOST and now >= self._next_doubt and self._each[0] is not None:
+                # Each thread that shares its core loses about half of it.
+                self._without = min(self.count - 1, self._without % max(1, round(2 * lost)) + 1)
+                self.count -= self._without
+                self._tries_without, self._lost_before = True, lost
 
 
 _threads = Threads(0)
@@ -129,17 +171,17 @@ def num_pieces() -> int:
     return _threads.most or _current().most
 
 
-def computing(*, throughout: bool = True) -> AbstractContextManager[None]:
+def computing(*, throughout: bool = True, kind: Hashable = None) -> AbstractContextManager[None]:
     """Return a context in which as many threads compute as get a core. Afterwards numba and torch have their own
     numbers again.
 
-    `throughout`: whether threads compute nearly all the time, so that lost cores show.
+    `throughout`: whether threads compute nearly all the time, so that lost cores show. `kind`: see `Threads.watched`.
     """
-    return _computing(throughout)
+    return _computing(throughout, kind)
 
 
 @contextmanager
-def _computing(throughout: bool) -> Iterator[None]:
+def _computing(throughout: bool, kind: Hashable) -> Iterator[None]:
     global _num_computing
     with _turn if threading_layer() == "workqueue" else nullcontext():
         given, threads = torch.get_num_threads(), _current()
@@ -147,7 +189,7 @@ def _computing(throughout: bool) -> Iterator[None]:
             _num_computing += 1
         try:
             _set(threads.count)
-            with threads.watched() if throughout and _shows_lost_cores() else nullcontext():
+            with threads.watched(kind) if throughout and _shows_lost_cores() else nullcontext():
                 yield
         finally:
             with _lock:

@@ -18,7 +18,7 @@ addition (`enable_fp_fusion`), which costs nothing in kernels bound by memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -121,7 +121,7 @@ def _swiglu(gate_up, activated, gate_up_stride, INTERMEDIATE: tl.constexpr, TILE
     tl.store(activated + token * INTERMEDIATE + i, gate / (1 + tl.exp(-gate)) * up, mask=i < INTERMEDIATE)
 
 
-def computing(*, throughout: bool = True) -> AbstractContextManager[None]:
+def computing(*, throughout: bool = True, kind: Hashable = None) -> AbstractContextManager[None]:
     """Does nothing: kernels on a GPU need no threads of the host."""
     return nullcontext()
 

@@ -176,6 +176,7 @@ def test_a_budget_is_for_a_processor_of_its_pace(monkeypatch: pytest.MonkeyPatch
     for pace, is_over in ((0.5, True), (1, True), (1.9, True), (2.1, False)):
         costs = [Cost("tests/a.py::test", "call", 1, 2 * allowed + 0.1, pace=pace)]
         assert bool(over_budget(costs, set(), {})) == is_over
+    assert not over_budget([Cost("tests/a.py::test", "call", 1, 0.9 * allowed, pace=0.5)], set(), {})
     taken = iter([2.0, 4.0])
     monkeypatch.setattr(durations, "yardstick", lambda: durations.budget()["yardstick"] * next(taken))
     pace = durations.Pace()

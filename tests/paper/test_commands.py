@@ -24,6 +24,7 @@ from minipaged.paper.figures.panel import BETWEEN, Panel, halfway
 from minipaged.paper.machines import facts
 from minipaged.paper.pages import counts, knees
 from minipaged.paper.running import file_name, made, why_it_fails
+from minipaged.tiers import devices
 
 KEPT = Path(__file__).parents[2] / "docs" / "runs" / "paper"
 
@@ -401,3 +402,13 @@ def test_the_list_needs_no_matplotlib(kept: Path) -> None:
     done = without_matplotlib("list", "-o", str(kept))
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) >= len(FIGURES)
+
+
+def test_figures_are_made_on_as_many_cores_as_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's quota may be less than the machine has."""
+    given: list[int] = []
+    monkeypatch.setattr(devices, "usable_cores", lambda: 3)
+    monkeypatch.setattr(commands, "run_figures", lambda names, *, processes, **others: not given.append(processes))
+    for jobs in ([], ["--jobs", "2"]):
+        assert CliRunner().invoke(app, ["paper", "run", "4", *jobs]).exit_code == 0
+    assert given == [3, 2]

@@ -1,4 +1,4 @@
-"""The same requests through one engine on a CPU: minipaged, vLLM's CPU build, OpenVINO GenAI, or transformers.
+"""Run the same requests through one engine on a CPU: minipaged, vLLM's CPU build, OpenVINO GenAI, or transformers.
 
     python benchmarks/cpu_engines.py ENGINE FOLDER    ENGINE: minipaged, vllm, openvino or transformers
 

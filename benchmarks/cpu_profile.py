@@ -171,9 +171,9 @@ def show(name: str, requests: list[Request], llm: LLM, profile: Profile) -> None
         floor, rate = profile.floors[part], profile.operations[part] / seconds / 1e9
         beside = f"{floor:7.2f} {floor / seconds:12.0%} {rate:8.0f}" if floor else ""
         print(f"{part:22} {seconds / whole:6.1%} {seconds:8.2f} {beside}", flush=True)
-    run: RunLayers | None = llm.engine.runner._one_call  # type: ignore[attr-defined]
-    if run:
-        in_one_call = InOneCall(run)
+    runner: Any = llm.engine.runner
+    if runner._one_call:
+        in_one_call = InOneCall(runner._one_call)
         whole = seconds_of(requests, llm, in_one_call)
         print(f"with all layers in one call: {whole:.2f} s, {in_one_call.seconds:.2f} of them in that call", flush=True)
 

@@ -126,6 +126,28 @@ def threads_problem() -> str | None:
     )
 
 
+def products(dtype: str) -> str:
+    """Say which product multiplies matrices on this CPU in `dtype`, and why.
+
+    torch and numba must be installed.
+    """
+    import torch
+
+    from minipaged.fast.cpu import measured
+    from minipaged.fast.cpu.product import can_multiply_tiles
+
+    of = getattr(torch, dtype)
+    if not can_multiply_tiles(of):
+        return f"torch's library, as this processor has no instructions for tiles in {dtype}"
+    speeds = measured.kept(of)
+    if speeds is None:
+        return f"in tiles, unless torch's library is clearly faster: the first model in {dtype} measures it"
+    chosen = "torch's library" if speeds.library_is_better else "in tiles"
+    each = ", ".join(f"{ratio:.2f} ({tokens} tokens)" for tokens, ratio in speeds.ratios.items())
+    limit = f"the library is taken if their product is {measured.CLEARLY:g} or more"
+    return f"{chosen} in {dtype}; measured: tiles' time / the library's is {each}; {limit}"
+
+
 def compiler_problem() -> str | None:
     """Say why Triton cannot compile the code that launches its kernels, and the way out; None if it can.
 

@@ -21,6 +21,8 @@ def report() -> Iterator[tuple[str, str]]:
     missing = choose.missing_for_fast()
     if not missing and (problem := devices.threads_problem()):
         yield "threads", problem
+    if not missing:
+        yield "products", devices.products(choose.choose_tier("fast", "cpu").dtype)
     if "torch" in missing:
         yield "GPU", "there is a driver for one, and no torch" if devices.has_nvidia_gpu() else devices.NO_DRIVER
     else:

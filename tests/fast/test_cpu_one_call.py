@@ -17,7 +17,6 @@ from minipaged.contracts import BatchRow
 from minipaged.fast import cpu, preemption
 from minipaged.fast.cpu import computing
 from minipaged.fast.cpu import llama as cpu_llama
-from minipaged.fast.cpu.product import can_multiply_tiles
 from minipaged.fast.kv_cache import KVCache
 from minipaged.fast.llama import Llama
 from minipaged.models.config import ModelConfig, weight_shapes
@@ -99,7 +98,7 @@ def test_a_batch_in_one_call_gives_the_bits_of_the_loop_and_of_each_sequence_alo
             llama.forward([BatchRow([row.token_ids[0] + 1] * row.first_position, 0, row.blocks, wants_logits=False)])
     in_one_call = llama._one_call
     assert in_one_call is not None
-    assert in_one_call.most_tokens == (sys.maxsize if can_multiply_tiles(dtype) else 1)
+    assert in_one_call.most_tokens == (sys.maxsize if cpu_llama.uses_tiles(dtype) else 1)
     llama._one_call = counted = Counted(in_one_call)
     together = llama.forward(rows)
     assert counted.calls == (in_one_call.most_tokens > 1)

@@ -160,7 +160,9 @@ def test_inputs_of_another_type_or_width_are_refused(kind: str, dtype: torch.dty
 @pytest.mark.parametrize("kind", kinds)
 def test_matrices_are_kept_once_in_the_fewest_bytes_that_lose_nothing(kind: str) -> None:
     sizes, (dtype, item_bytes) = [(96, 64), (33, 5)], KINDS[kind]
-    matrices = linears(sizes, [numbers(kind, 0, *size) for size in sizes], [None, None], torch.zeros(1, dtype=dtype))
+    weights, like = [numbers(kind, 0, *size) for size in sizes], torch.zeros(1, dtype=dtype)
+    with patch.object(llama, "uses_tiles", lambda dtype: True):
+        matrices = linears(sizes, weights, [None, None], like)
     assert [type(matrix) for matrix in matrices] == [TiledMatrix] * 2
     assert [matrix.nbytes for matrix in matrices] == [item_bytes * 96 * 64, item_bytes * 64 * 6]
     assert matrices[1].address == matrices[0].address + matrices[0].nbytes  # type: ignore[attr-defined]

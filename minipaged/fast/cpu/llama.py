@@ -1,7 +1,8 @@
 """The parts of a Llama around its attention, on a CPU: matrix products, and fused compiled loops between them.
 
-Matrices are in tiles where the processor has instructions for them (`product.py`): AVX512_BF16 for bfloat16, AVX2 with
-FMA or ARM's for float32. The rest of this text is about other processors. A matrix product is bound by reading the
+Matrices are in tiles where the processor has instructions for them (`product.py`) and a library is not clearly faster
+there (`measured.py`). The instructions are AVX512_BF16 for bfloat16, and AVX2 with FMA or ARM's for float32. The rest
+of this text is about other processors. A matrix product is bound by reading the
 weights for one token, and by arithmetic for many, and no routine of a library is good at both (all matrices of
 SmolLM2-135M once, AMD EPYC with 2 cores, bfloat16 / float32):
 
@@ -30,6 +31,7 @@ from torch import Tensor
 from minipaged.fast.cpu.attention import FASTMATH, exponential
 from minipaged.fast.cpu.bfloat16 import array_at, as_array, narrow, widen
 from minipaged.fast.cpu.kernel_cache import inner, kernel, loop
+from minipaged.fast.cpu.measured import speeds
 from minipaged.fast.cpu.packed import PackedMatrix, Room
 from minipaged.fast.cpu.product import ROWS, TiledMatrix, can_multiply_tiles, check_inputs, num_bytes
 from minipaged.fast.kernels import Matrix
@@ -61,7 +63,6 @@ def linears(
     matrices in bfloat16: 8.0 ms, instead of 9.6 ms with a piece of memory for each matrix). Packed weights stay packed.
     """
     prepared: list[Matrix] = []
-    tiled = can_multiply_tiles(like.dtype)
     # The most that the matrices can take. The system provides memory only for pages that are written.
     most = sum((rows + ROWS) * (columns + 1) * like.itemsize for rows, columns in sizes)
     room, packed_room = np.empty(most, np.uint8), Room()
@@ -69,6 +70,7 @@ def linears(
         if isinstance(weight, StoredMatrix):
             prepared.append(quantizing(PackedMatrix(weight, bias, like.dtype, packed_room), weight.activations))
             continue
+        tiled = uses_tiles(like.dtype)
         part, room = np.split(room, [num_bytes(weight) if tiled else weight.nbytes])
         if tiled:
             prepared.append(TiledMatrix(weight, bias, part))
@@ -76,6 +78,12 @@ def linears(
         kept = torch.from_numpy(part).view(weight.dtype).view(weight.shape)
         prepared.append(DenseMatrix(kept.copy_(weight), bias))
     return prepared
+
+
+def uses_tiles(dtype: torch.dtype) -> bool:
+    """Whether matrices are put in tiles: the processor can multiply them, and the library is not clearly faster. The
+    first call may measure that, in 0.1 s, or in 2 s where the product is not compiled yet."""
+    return can_multiply_tiles(dtype) and not speeds(dtype, DenseMatrix).library_is_better
 
 
 class DenseMatrix(Matrix):

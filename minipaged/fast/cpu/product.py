@@ -29,7 +29,8 @@ float32: of 3. For AVX2, numba and oneDNN were told to use nothing newer.
 | in tiles of float32 | 9.2 | 17.6 | 24.2 | 32.2 | 42.0 | 103 | 568 |
 | the library's | 10.6 to 14.8 | 26.8 | 31.9 | 37.5 | 46.4 | 97.7 | 562 |
 
-docs/tuning.md ("Matrices in tiles") has what was tried.
+On a processor where the library is clearly faster, it multiplies (`measured.py`). docs/tuning.md ("Matrices in tiles")
+has what was tried.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, call-arg, attr-defined"

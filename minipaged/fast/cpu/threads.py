@@ -180,15 +180,20 @@ def computing(*, throughout: bool = True, kind: Hashable = None) -> AbstractCont
     return _computing(throughout, kind)
 
 
+def on_one_thread() -> AbstractContextManager[None]:
+    """Return a context in which one thread computes. Afterwards numba and torch have their own numbers again."""
+    return _computing(throughout=False, most=1)
+
+
 @contextmanager
-def _computing(throughout: bool, kind: Hashable) -> Iterator[None]:
+def _computing(throughout: bool, kind: Hashable = None, most: int | None = None) -> Iterator[None]:
     global _num_computing
     with _turn if threading_layer() == "workqueue" else nullcontext():
         given, threads = torch.get_num_threads(), _current()
         with _lock:
             _num_computing += 1
         try:
-            _set(threads.count)
+            _set(threads.count if most is None else most)
             with threads.watched(kind) if throughout and _shows_lost_cores() else nullcontext():
                 yield
         finally:

@@ -304,8 +304,8 @@ def test_ranks_in_processes_compute_what_one_process_does(chosen: Path, tmp_path
     ("ratios", "line"),
     [
         (None, r"in tiles, unless torch's library is clearly faster: the first model in float32 measures it"),
-        ((1.0, 0.857), r"in tiles in float32; measured: .* 1\.00 \(24 tokens\), 0\.86 \(512 tokens\); .* 2 or more"),
-        ((2.0, 5.0), r"torch's library in float32; measured: .* 2\.00 \(24 tokens\), 5\.00 \(512 tokens\)"),
+        ((1.0, 0.857), r"in tiles in float32; measured: .* 1\.00 \(24 tokens\), 0\.86 \(256 tokens\); .* 2 or more"),
+        ((2.0, 5.0), r"torch's library in float32; measured: .* 2\.00 \(24 tokens\), 5\.00 \(256 tokens\)"),
     ],
 )
 def test_doctor_says_which_product_is_used_and_why(

@@ -261,6 +261,14 @@ def test_torch_and_numba_have_their_own_numbers_again_afterwards(two_threads: Th
     assert numbers() == (2, 2)
 
 
+def test_what_is_measured_is_computed_on_one_thread(two_threads: Threads) -> None:
+    with threads.on_one_thread():
+        assert numbers() == (1, 1)
+        assert threads.num_pieces() == 2, "other engines go on dividing their work as before"
+    assert numbers() == (2, 2)
+    assert two_threads.count == 2
+
+
 def test_an_engine_that_begins_while_another_computes_on_fewer_threads_does_not_keep_to_those(
     two_threads: Threads,
 ) -> None:

@@ -40,8 +40,8 @@ from minipaged.fast.cpu.product import TiledMatrix, multiply_tiles, num_bytes
 from minipaged.fast.cpu.threads import on_one_thread
 from minipaged.fast.kernels import Matrix
 
-TOKENS = (24, 512)
-"""The numbers of tokens: of a batch that decodes, and of a prompt."""
+TOKENS = (24, 256)
+"""The numbers of tokens: of a batch that decodes, and of a prompt. (512 would take twice the time.)"""
 SIDE = 576
 """The number of the matrix's rows and of its columns, as SmolLM2-135M's projections have them."""
 TURNS = 5

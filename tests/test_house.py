@@ -316,16 +316,18 @@ TWINS = {
     "beam_search": ("BeamSearch",),
     "sampling": ("sample",),
     "linear": (),  # one function there, one class for each way of multiplying here
-    "llama": ("Llama", "FlatBatch", "flatten", "rotary_tables", "inverse_frequencies"),
+    "llama": ("Llama", "FlatBatch", "flatten"),
+    "rope": ("rotary_tables", "inverse_frequencies"),
     "sharded": (),  # here a model of all ranks, there what one of them exchanges with the others
 }
 
 
 def test_the_wings_have_the_same_rooms():
     """Each file of one wing has its twin in the other. (The fast wing computes on devices, see `device.py` and
-    `cores.py`, and its kernels live in two rooms below; `kernels.py` says what they are.)"""
+    `cores.py`, and its kernels live in two rooms below, where they store 8 bits too; `kernels.py` says what they are.)
+    """
     for wing in WINGS:
-        others = {"__init__", "cores", "device", "kernels"} if wing == "fast" else {"__init__"}
+        others = {"__init__", "cores", "device", "kernels"} if wing == "fast" else {"__init__", "eight_bits"}
         assert {path.stem for path in (ROOT / wing).glob("*.py")} == TWINS.keys() | others
 
 
@@ -341,10 +343,13 @@ def test_twins_have_the_same_public_members_called_in_the_same_way(room: str, na
         if not (callable(theirs) and callable(ours)) or name in ("FlatBatch", "rotary_tables", "flatten"):
             continue
         expected, found = (list(inspect.signature(call).parameters.values()) for call in (theirs, ours))
+        expected = [each for each in expected if each.name not in NOT_FAST_YET]
         assert [p.name for p in found[: len(expected)]] == [p.name for p in expected], member
         assert all(p.default is not p.empty for p in found[len(expected) :]), member
 
 
+NOT_FAST_YET = {"window", "soft_cap", "sinks"}
+"""Arguments of `paged_attention` that the fast tier does not have yet."""
 ONLY_REFERENCE = {"check_blocks"}
 """NumPy takes -1 for the last block, so that the reference checks tables in one more place."""
 
@@ -462,7 +467,7 @@ FIRST_READING = (
     *sorted(
         f"reference/{path.name}"
         for path in (ROOT / "reference").glob("*.py")
-        if path.stem not in ("cascade", "handover", "sharded")
+        if path.stem not in ("cascade", "eight_bits", "handover", "linear", "rope", "sharded")
     ),
     *(f"engine/{name}.py" for name in ("engine", "scheduler", "policy", "block_manager", "prefix_cache")),
 )

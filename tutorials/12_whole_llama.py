@@ -195,7 +195,7 @@ import torch
 from minipaged.fast import gpu
 from minipaged.fast.attention import attend
 from minipaged.fast.kv_cache import KVCache as FastKVCache
-from minipaged.fast.llama import rotary_tables
+from minipaged.fast.rope import rotary_tables
 
 
 def fast_forward(token_ids: list[int]) -> np.ndarray:

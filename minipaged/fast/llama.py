@@ -52,6 +52,7 @@ from minipaged.fast.kernels import Layer, Linear, LlamaKernels, Matrix, Shared
 from minipaged.fast.kv_cache import KVCache
 from minipaged.fast.linear import joined_linear
 from minipaged.fast.preemption import carry, measure
+from minipaged.fast.rope import rotary_tables
 from minipaged.fast.sampling import Choosing, Samples, gather_logprobs, joined
 from minipaged.mirror import Mirror, PerLane
 from minipaged.models.config import ModelConfig
@@ -248,7 +249,7 @@ class Llama(Runner):
         self.weights = weights if isinstance(weights, Weights) else Weights.of(config, weights, self.kernels)
         self.scale = 1 / math.sqrt(config.head_dim)  # of attention scores
         views = [kv_cache.layer(i) for i in range(len(self.weights.layers))]
-        longest = config.context_length if max_model_len is None else max_model_len
+        longest = config.max_position_embeddings if max_model_len is None else max_model_len
         self.cos, self.sin = rotary_tables(config, longest, kv_cache.device)
         heads, eps = config.num_attention_heads, config.rms_norm_eps
         layers = self.weights.layers
@@ -800,31 +801,3 @@ def flatten(batch: Batch, rows: Sequence[int], tables: Tensor, chosen: Tensor | 
         asks_of_decoding=any(place < num_decoding for place in prompt_rows),
         chosen=chosen if (ids < 0).any() else None,
     )
-
-
-def rotary_tables(config: ModelConfig, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of every angle position × frequency: [num_positions, head_dim / 2] float32 each."""
-    positions = torch.arange(num_positions, dtype=torch.float32)[:, None]  # [positions, 1]
-    angles = positions * inverse_frequencies(config)  # [positions, head_dim / 2], float32 as in transformers
-    return angles.cos().to(device), angles.sin().to(device)
-
-
-def inverse_frequencies(config: ModelConfig) -> Tensor:
-    """Return the rotary frequencies, in radians per position, of each pair of dimensions: [head_dim / 2] float32.
-
-    Rounded where transformers rounds: a frequency's last bit is 0.001 radians at position 8000.
-    """
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim  # [head_dim / 2]
-    powers = torch.pow(torch.tensor(config.rope_theta, dtype=torch.float64), exponents.double())  # rounded once, below
-    frequencies = 1 / powers.float()  # [head_dim / 2]
-    scaling = config.rope_scaling
-    if scaling is None:
-        return frequencies
-    stretched = frequencies / scaling.factor
-    if scaling.rope_type == "linear":
-        return stretched
-    # llama3: short wavelengths are kept, long ones are stretched, those in between are blended.
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)  # [head_dim / 2]
-    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    keep = keep.clamp(0, 1)
-    return keep * frequencies + (1 - keep) * stretched

@@ -1,19 +1,27 @@
 """The shape of a Llama or a related model: `config.json`, checked, with the names that transformers uses.
 
-The model is a decoder of `num_hidden_layers` equal layers. Each layer has an attention, where `num_attention_heads`
-query heads share `num_key_value_heads` key/value heads (grouped-query attention), and a gated MLP. This determines
-the size of the KV cache per token: 2 (K and V) * layers * KV heads * head_dim numbers.
+The model is a decoder of `num_hidden_layers` layers. Each layer has an attention, where `num_attention_heads` query
+heads share `num_key_value_heads` key/value heads (grouped-query attention), and a gated MLP. This determines the size
+of the KV cache per token: 2 (K and V) * layers * KV heads * head_dim numbers.
 
-The related models differ from Llama in one point each:
+The related models differ from Llama:
 
     Mistral   a token attends to the last `sliding_window` tokens only (newer versions: to all, like Llama)
     Qwen2     the query, key and value projections add a bias
     Qwen3     the query and the key of each head are normalised before they are rotated
+    Gemma 2   every other layer has a window; soft caps of scores and logits, a scale of its own for scores, and the
+              four things that `ModelConfig.gemma` names
+    Gemma 3   five of six layers have a window, and rotary frequencies of their own; those four things, and the norms
+              of Qwen3
 
 transformers has written the rotary settings in two ways, and both are read:
 
     v4    "rope_theta": 10000.0, "rope_scaling": null or {"rope_type": ..., "factor": ...}   (older: "type")
     v5    "rope_parameters": {"rope_theta": 10000.0, "rope_type": ..., "factor": ...}
+
+Gemma 3 has two sets of them. v4 adds "rope_local_base_freq", the base in layers with a window; v5 has a set for each
+type of layer: {"full_attention": {"rope_theta": ...}, "sliding_attention": {"rope_theta": ...}}. Which layers have a
+window is written as `layer_types`; v4's Gemma 3 has a `sliding_window_pattern` of n, where each nth layer has none.
 
 Some settings would make the result wrong if they were ignored: another architecture, another activation, a factor that
 only other architectures have. They are refused here, before any weight is read. `quantized/` refuses quantized weights
@@ -69,16 +77,46 @@ class ModelConfig:
     """Whether the three projections of the MLP add a bias."""
     qk_norm: bool = False
     """Whether each head's query and key get an RMS norm over head_dim before they are rotated."""
-    sliding_window: int | None = None
-    """The number of tokens, itself included, to which a token attends in layers with a window. None: no layer has one.
+    layer_windows: tuple[int | None, ...] = ()
+    """For each layer, the number of tokens, itself included, to which a token attends; None: all before it and itself.
+    Empty if no layer has a window."""
+    window_rope_theta: float | None = None
+    """The base of the rotary frequencies in layers with a window, which are not scaled. None: as in the other layers.
     """
+    query_pre_attn_scalar: float | None = None
+    """Scores are divided by its square root. None: head_dim."""
+    attn_logit_softcapping: float | None = None
+    """Scores become cap × tanh(score / cap), so that none is larger than the cap. None: no cap."""
+    final_logit_softcapping: float | None = None
+    """A cap for the logits, in the same way. None: no cap."""
+    gemma: bool = False
+    """Whether the model has what Gemma 2 and 3 have in common: embeddings are multiplied by the square root of
+    hidden_size; the results of attention and MLP are normalised too, before they are added; the weights of norms are
+    stored as w - 1 (loading adds 1); the MLP's gate is GELU (with tanh) in place of SiLU."""
     kv_cache_dtype: str = "auto"
     """"int8" or "fp8" if the checkpoint contains scales for storing keys and values in that type."""
 
+    def window(self, layer: int) -> int | None:
+        """The layer's window in tokens; None if its tokens attend to all before them."""
+        return self.layer_windows[layer] if self.layer_windows else None
+
+    def rope(self, window: int | None) -> tuple[float, RopeScaling | None]:
+        """The base of the rotary frequencies, and their scaling, in layers with this window (or None)."""
+        if window is None or self.window_rope_theta is None:
+            return self.rope_theta, self.rope_scaling
+        return self.window_rope_theta, None
+
     @property
-    def context_length(self) -> int:
-        """The longest sequence that can run. A sliding window limits it, because attention here applies no window."""
-        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
+    def layer_norms(self) -> tuple[str, str | None, str, str | None]:
+        """The names of a layer's norms: before and after attention, before and after the MLP. None: there is none."""
+        if self.gemma:
+            return (
+                "input_layernorm",
+                "post_attention_layernorm",
+                "pre_feedforward_layernorm",
+                "post_feedforward_layernorm",
+            )
+        return "input_layernorm", None, "post_attention_layernorm", None  # "post": after attention was added
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> ModelConfig:
@@ -103,9 +141,9 @@ class ModelConfig:
         if head_dim % 2:
             raise ModelError(f"config.json: head_dim = {head_dim} is odd; rotary embeddings turn pairs of dimensions")
         _check_supported(d, model_type, head_dim)
-        rope = _rope_parameters(d)
+        rope, window_rope = _rope_parameters(d, model_type)
         bos = d.get("bos_token_id")
-        attention_bias = model_type in ("llama", "qwen3") and bool(d.get("attention_bias"))  # the others ignore it
+        attention_bias = model_type not in ("mistral", "qwen2") and bool(d.get("attention_bias"))  # those ignore it
         return cls(
             vocab_size=_size(d, "vocab_size"),
             hidden_size=hidden_size,
@@ -124,20 +162,34 @@ class ModelConfig:
             qkv_bias=model_type == "qwen2" or attention_bias,
             o_bias=attention_bias,
             mlp_bias=model_type == "llama" and bool(d.get("mlp_bias")),
-            qk_norm=model_type == "qwen3",
-            sliding_window=_sliding_window(d, model_type),
+            qk_norm=model_type in HEADS_NORMALISED,
+            layer_windows=_layer_windows(d, model_type),
+            window_rope_theta=_window_rope_theta(window_rope),
+            query_pre_attn_scalar=_number(d, "query_pre_attn_scalar") if model_type in GEMMAS else None,
+            attn_logit_softcapping=_optional_number(d, "attn_logit_softcapping") if model_type == "gemma2" else None,
+            final_logit_softcapping=_optional_number(d, "final_logit_softcapping") if model_type in GEMMAS else None,
+            gemma=model_type in GEMMAS,
         )
 
 
 QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 MISTRAL = {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096}
+GEMMA = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True}
+GEMMA |= {"sliding_window": 4096, "query_pre_attn_scalar": 256}
+TWO_BASES = {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
+CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
     "mistral": ("MistralForCausalLM", MISTRAL),
     "qwen2": ("Qwen2ForCausalLM", QWEN),
     "qwen3": ("Qwen3ForCausalLM", QWEN | {"head_dim": 128}),
+    "gemma2": ("Gemma2ForCausalLM", GEMMA | CAPS | {"max_position_embeddings": 8192}),
+    "gemma3_text": ("Gemma3ForCausalLM", GEMMA | TWO_BASES | {"max_position_embeddings": 131072}),
 }
 """For each model_type: the class in transformers, and its defaults where they differ from Llama's."""
+GEMMAS = ("gemma2", "gemma3_text")
+HEADS_NORMALISED = ("qwen3", "gemma3_text")
+"""The types that normalise each head's query and key."""
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -152,16 +204,15 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}"
         shapes |= {
-            f"{layer}.input_layernorm.weight": (hidden,),
             f"{layer}.self_attn.q_proj.weight": (query_dim, hidden),
             f"{layer}.self_attn.k_proj.weight": (kv_dim, hidden),
             f"{layer}.self_attn.v_proj.weight": (kv_dim, hidden),
             f"{layer}.self_attn.o_proj.weight": (hidden, query_dim),
-            f"{layer}.post_attention_layernorm.weight": (hidden,),
             f"{layer}.mlp.gate_proj.weight": (mlp, hidden),
             f"{layer}.mlp.up_proj.weight": (mlp, hidden),
             f"{layer}.mlp.down_proj.weight": (hidden, mlp),
         }
+        shapes |= {f"{layer}.{norm}.weight": (hidden,) for norm in config.layer_norms if norm}
         biased = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"] if config.qkv_bias else []
         biased += ["self_attn.o_proj"] if config.o_bias else []
         biased += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"] if config.mlp_bias else []
@@ -188,13 +239,17 @@ def _model_type(d: Mapping[str, Any]) -> str:
     for kind, (name, _) in ARCHITECTURES.items():
         if model_type in (None, kind) and all(each == name for each in written) and (written or model_type):
             return kind
+    if model_type == "gpt_oss" or "GptOssForCausalLM" in written:
+        raise ModelError(
+            "config.json: GptOssForCausalLM (model_type 'gpt_oss') is a mixture of experts; only dense models are "
+            "supported"
+        )
     known = ", ".join(f"{name} (model_type '{kind}')" for kind, (name, _) in ARCHITECTURES.items())
     raise ModelError(f"config.json: architectures = {written}, model_type = {model_type!r}; only {known} are supported")
 
 
 HARMLESS: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "hidden_activation": ("silu", "swish"),
+    **dict.fromkeys(("hidden_act", "hidden_activation"), ("silu", "swish")),
     # which tokens a token attends to, and with what weight
     "is_causal": (True,),
     "is_encoder_decoder": (False,),
@@ -236,8 +291,13 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 }
 """Keys that can ask for a different computation, with the values that do not (null never does).
 transformers' Llama ignores most of them, but a checkpoint that sets one needs it. All other keys that transformers'
-Llama, Mistral, Qwen2 and Qwen3 ignore are accepted, because they do not change the result.
+Llama, Mistral, Qwen2, Qwen3 and Gemma ignore are accepted, because they do not change the result.
 """
+READ_BY_GEMMA = {
+    "gemma2": ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+    "gemma3_text": ("query_pre_attn_scalar", "final_logit_softcapping", "rope_local_base_freq"),
+}
+"""Keys of HARMLESS that these types read."""
 
 
 def _check_supported(d: Mapping[str, Any], model_type: str, head_dim: int) -> None:
@@ -246,9 +306,13 @@ def _check_supported(d: Mapping[str, Any], model_type: str, head_dim: int) -> No
         "attention_multiplier": (head_dim**-0.5,),
         "query_pre_attn_scalar": (head_dim,),
         "v_head_dim": (head_dim,),
-        **dict.fromkeys(("use_qk_norm", "qk_norm", "qk_layernorm"), (model_type == "qwen3",)),
+        **dict.fromkeys(("use_qk_norm", "qk_norm", "qk_layernorm"), (model_type in HEADS_NORMALISED,)),
     }
+    if model_type in GEMMAS:
+        harmless |= dict.fromkeys(("hidden_act", "hidden_activation"), ("gelu_pytorch_tanh",))
     for key, values in harmless.items():
+        if key in READ_BY_GEMMA.get(model_type, ()):
+            continue
         if (value := d.get(key)) is not None and value not in values:
             wanted = " or ".join(map(repr, values)) or "null"
             raise ModelError(
@@ -268,29 +332,66 @@ def _check_supported(d: Mapping[str, Any], model_type: str, head_dim: int) -> No
         )
 
 
-def _sliding_window(d: Mapping[str, Any], model_type: str) -> int | None:
-    """The sliding window, or None. Qwen writes one even where it uses none, and may use it in the last layers only."""
-    if model_type == "llama" or d["sliding_window"] is None:
-        return None
-    if model_type != "mistral":
-        layers = d.get("layer_types")  # transformers v5 writes this instead of max_window_layers
+def _layer_windows(d: Mapping[str, Any], model_type: str) -> tuple[int | None, ...]:
+    """The window of each layer; empty if none has one. Qwen writes a window even where it uses none, and may use it in
+    the last layers only."""
+    num_layers = _size(d, "num_hidden_layers")
+    if model_type == "llama" or (d["sliding_window"] is None and model_type not in GEMMAS):
+        return ()
+    if model_type.startswith("qwen") and not d.get("use_sliding_window"):
+        return ()
+    window = _size(d, "sliding_window")
+    if model_type == "mistral":  # all layers, whatever layer_types says
+        return (window,) * num_layers
+    if (kinds := d.get("layer_types")) is None and model_type in GEMMAS:
+        every = 2 if model_type == "gemma2" else _size(d, "sliding_window_pattern", default=6)
+        slides = [(i + 1) % every > 0 for i in range(num_layers)]
+    elif kinds is None:
         first = _present(d, "max_window_layers", 0)
-        slides = first < _size(d, "num_hidden_layers") if layers is None else "sliding_attention" in layers
-        if not (slides and d.get("use_sliding_window")):
-            return None
-    return _size(d, "sliding_window")
+        slides = [i >= first for i in range(num_layers)]
+    elif len(kinds) == num_layers:
+        slides = [kind == "sliding_attention" for kind in kinds]
+    else:
+        raise ModelError(f"config.json: layer_types has {len(kinds)} entries, and num_hidden_layers = {num_layers}")
+    return tuple(window if each else None for each in slides) if any(slides) else ()
 
 
-def _rope_parameters(d: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary settings in the form of transformers v5. As in transformers, v4's settings win if both are present."""
-    written = d.get("rope_scaling") or d.get("rope_parameters") or {}
-    if not isinstance(written, dict):
-        raise ModelError(f"config.json: the rotary settings read {written!r}; expected an object or null")
+def _rope_parameters(d: Mapping[str, Any], model_type: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The rotary settings in the form of transformers v5: of layers that see all tokens, and of layers with a window
+    (empty: the same). As in transformers, v4's settings win if both are present."""
+    written, v4 = _settings(d, "rope_parameters"), _settings(d, "rope_scaling")
+    if model_type == "gemma3_text":
+        if others := written.keys() - {"full_attention", "sliding_attention"}:
+            raise ModelError(
+                f"config.json: {min(others)} in rope_parameters is not supported; Gemma3ForCausalLM has one set of "
+                "rotary settings for 'full_attention' and one for 'sliding_attention'"
+            )
+        local = {"rope_theta": d["rope_local_base_freq"], **_settings(written, "sliding_attention")}
+        return {"rope_theta": d["rope_theta"], **_settings(written, "full_attention"), **v4}, local
     rope = {"rope_theta": d["rope_theta"]} if "rope_theta" in d else {}
-    rope |= written
+    rope |= v4 or written
     if (original := d.get("original_max_position_embeddings")) is not None:
         rope["original_max_position_embeddings"] = original
-    return rope
+    return rope, {}
+
+
+def _settings(d: Mapping[str, Any], key: str) -> dict[str, Any]:
+    written = d.get(key) or {}
+    if not isinstance(written, dict):
+        raise ModelError(f"config.json: the rotary settings read {written!r}; expected an object or null")
+    return written
+
+
+def _window_rope_theta(rope: Mapping[str, Any]) -> float | None:
+    """The base of the rotary frequencies in layers with a window. Raises ModelError if they are scaled there."""
+    if not rope:
+        return None
+    if _rope_scaling(rope) is not None:
+        raise ModelError(
+            f"config.json: rope type {rope['rope_type']!r} for 'sliding_attention' is not supported; layers with a "
+            "window have 'default'"
+        )
+    return _number(rope, "rope_theta")
 
 
 ROPE_KEYS: dict[str, set[str]] = {
@@ -347,6 +448,10 @@ def _number(d: Mapping[str, Any], key: str, default: float | None = None) -> flo
     if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
         raise ModelError(f"config.json: {key} = {value!r}; expected a positive number")
     return float(value)
+
+
+def _optional_number(d: Mapping[str, Any], key: str) -> float | None:
+    return None if d.get(key) is None else _number(d, key)
 
 
 def _present(d: Mapping[str, Any], key: str, default: float | None) -> Any:

@@ -151,7 +151,7 @@ def _config(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) ->
         "rms_norm_eps": _shortest(own["attention.layer_norm_rms_epsilon"]),
         "rope_theta": _shortest(own.get("rope.freq_base", 10000.0)),
         "rope_scaling": _rope_scaling(own, f"{architecture}.rope", tensors, head_dim),
-        # Attention here applies no window, so sequences may be no longer than the window.
+        # A window is not written: up to its length, it makes no difference.
         "max_position_embeddings": min(
             own["context_length"], own.get("attention.sliding_window") or own["context_length"]
         ),

@@ -151,6 +151,8 @@ def load_weights(
             weights[name] = whole if kept is whole else copy.deepcopy(kept)  # a view would keep the whole in memory
         else:
             values = _read_tensor(stored[each.name], part)
+            if config.gemma and name.endswith("norm.weight"):  # stored as w - 1; bfloat16 and float16 would round w
+                values = values.astype(np.result_type(values, np.float32)) + 1
             weights[name] = convert(values) if convert else values.astype(dtype, copy=False)
         if progress is not None:
             progress(len(weights), len(parts))

@@ -121,6 +121,7 @@ def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
         num_key_value_heads=len(shard.kv_heads),
         intermediate_size=len(shard.intermediate),
         num_hidden_layers=len(shard.layers),
+        layer_windows=config.layer_windows[shard.layers.start : shard.layers.stop],
     )
 
 

@@ -71,6 +71,8 @@ def quantize(
     config = load_config(source)
     if load_formats(source) is not None:
         raise ModelError(f"{model} is quantized already; quantize the original, with weights in fp32, fp16 or bf16")
+    if config.gemma:
+        raise ModelError(f"{model} is a Gemma; only Llama, Mistral and Qwen can be quantized here")
     check_shapes(config, recipe, layout)
     windows: list[list[int]] = []
     if recipe.method != "rtn":

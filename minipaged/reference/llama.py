@@ -5,10 +5,11 @@ new token. The tokens of all sequences lie one after another in a single array [
 know where one sequence ends and the next begins. Every layer computes
 
     x = x + attention(rms_norm(x))      write the new K and V into their slots, then attend through the block tables
-    x = x + swiglu(rms_norm(x))
+    x = x + mlp(rms_norm(x))
 
-and logits are computed only for the rows that want them. Weights have transformers' names and layout ([out, in]
-matrices) and are used in place, never copied. Quantized weights stay packed: a product expands a few rows at a time.
+and logits are computed only for the rows that want them. (In Gemma the results of attention and MLP are normalised too,
+before they are added.) Weights have transformers' names and layout ([out, in] matrices) and are used in place, never
+copied. Quantized weights stay packed: a product expands a few rows at a time.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from minipaged.contracts import Batch, PromptInput, Sampled, SamplingInput
 from minipaged.mirror import MirroredRunner
@@ -30,10 +31,13 @@ from minipaged.reference.handover import read_blocks, read_host_blocks
 from minipaged.reference.kv_cache import Array, KVCache
 from minipaged.reference.linear import Weight, linear
 from minipaged.reference.preemption import carry, measure, probe_cache
+from minipaged.reference.rope import Rotation, inverse_frequencies, rotary_tables, rotate
 from minipaged.reference.sampling import gather_logprobs, sample
 from minipaged.scheduling import Costs
 from minipaged.steps import BlockMoves
 
+Rotations = Mapping[int | None, Rotation]
+"""The rotary tables by window; None: of layers without one."""
 PIECE = 64
 """Prompt tokens whose logits are held at one time; each token has some 50,000 to 130,000 of them."""
 
@@ -41,7 +45,8 @@ PIECE = 64
 class Llama(MirroredRunner):
     """Runs steps: moves blocks in `kv_cache`, computes logits, and chooses tokens from them.
 
-    It also runs Mistral, Qwen2 (biases) and Qwen3 (norms of queries and keys). See `models/config.py`.
+    It also runs Mistral (windows), Qwen2 (biases), Qwen3 (norms of queries and keys), and Gemma 2 and 3 (all of these
+    but biases, and more). See `models/config.py`.
     """
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, Weight], kv_cache: KVCache) -> None:
@@ -51,8 +56,9 @@ class Llama(MirroredRunner):
         self.weights = weights
         self.kv_cache = kv_cache
         self.attend = paged_attention  # the course replaces it with a student's
-        self.scale = 1 / math.sqrt(config.head_dim)  # of the attention scores
-        self.inverse_frequencies = inverse_frequencies(config)  # [head_dim / 2]
+        self.scale = 1 / math.sqrt(config.query_pre_attn_scalar or config.head_dim)  # of the attention scores
+        windows = set(config.layer_windows) or {None}
+        self.inverse_frequencies = {window: inverse_frequencies(config, window) for window in windows}  # [head_dim / 2]
         norm = weights["model.layers.0.input_layernorm.weight"]
         assert isinstance(norm, np.ndarray)  # norms are never packed
         self.dtype = norm.dtype  # the dtype of the computation
@@ -62,24 +68,29 @@ class Llama(MirroredRunner):
     def forward(self, batch: Batch) -> Array:
         """Return the logits [rows that want them, vocab_size] after the last query token of each row."""
         tokens = flatten(batch, self.kv_cache.block_size)
-        rotation = rotary_tables(tokens.positions, self.inverse_frequencies, self.dtype)
+        rotations = self._rotations(tokens.positions)
         x = self._embed(tokens.ids)  # [tokens, hidden]
         for layer in range(self.config.num_hidden_layers):
-            x = x + self._attention(layer, self._norm(f"model.layers.{layer}.input_layernorm", x), tokens, rotation)
-            x = x + self._swiglu(layer, self._norm(f"model.layers.{layer}.post_attention_layernorm", x))
+            before_attention, after_attention, before_mlp, after_mlp = self._layer_norms(layer)
+            y = self._attention(layer, self._norm(before_attention, x), tokens, rotations)  # [tokens, hidden]
+            x = x + self._norm(after_attention, y)
+            y = self._mlp(layer, self._norm(before_mlp, x))  # [tokens, hidden]
+            x = x + self._norm(after_mlp, y)
         self.prompt_hidden = x[tokens.prompt_rows]  # [prompt tokens, hidden], for `prompt_logprobs`
         return self._logits(x[tokens.logit_rows])
 
     def _embed(self, ids: Array) -> Array:
         table = self.weights["model.embed_tokens.weight"]  # [vocab, hidden]
-        if isinstance(table, StoredMatrix):
-            return table.rows(ids).astype(self.dtype, copy=False)  # [tokens, hidden]
-        return table[ids]  # [tokens, hidden]
+        x = table.rows(ids) if isinstance(table, StoredMatrix) else table[ids]  # [tokens, hidden]
+        x = x.astype(self.dtype, copy=False)  # [tokens, hidden]
+        return x * self.dtype.type(math.sqrt(x.shape[1])) if self.config.gemma else x  # [tokens, hidden]
 
     def _logits(self, x: Array) -> Array:
         assert self.head is not None
         x = self._norm("model.norm", x)  # [rows, hidden]
-        return np.ascontiguousarray(linear(x, self.head))  # [rows, vocab]
+        logits = np.ascontiguousarray(linear(x, self.head))  # [rows, vocab]
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else cap * np.tanh(logits / cap)  # [rows, vocab]
 
     def prompt_logprobs(self, inputs: Sequence[PromptInput]) -> dict[int, list[Sampled]]:
         """Return the log-probabilities of prompts, by sequence. Their logits are computed and dropped in pieces."""
@@ -93,24 +104,28 @@ class Llama(MirroredRunner):
             first += len(asked.token_ids)
         return told
 
-    def _attention(self, layer: int, x: Array, tokens: FlatBatch, rotation: tuple[Array, Array]) -> Array:
-        name = f"model.layers.{layer}.self_attn"
+    def _attention(self, layer: int, x: Array, tokens: FlatBatch, rotations: Rotations) -> Array:
+        name, window = f"model.layers.{layer}.self_attn", self.config.window(layer)
         q = self._heads(f"{name}.q_proj", x)  # [tokens, heads, head_dim]
         k = self._heads(f"{name}.k_proj", x)  # [tokens, kv_heads, head_dim]
         if self.config.qk_norm:
             q, k = self._norm(f"{name}.q_norm", q), self._norm(f"{name}.k_norm", k)  # each head separately
-        q, k = rotate(q, rotation), rotate(k, rotation)
+        q, k = rotate(q, rotations[window]), rotate(k, rotations[window])
         v = self._heads(f"{name}.v_proj", x)  # [tokens, kv_heads, head_dim]
         self.kv_cache.write(layer, tokens.slots, k, v)
         tables, starts, lens = tokens.block_tables, tokens.query_start, tokens.context_lens
-        out = self.attend(q, self.kv_cache, layer, tables, starts, lens, self.scale)  # [tokens, heads, head_dim]
+        cap, sinks = self.config.attn_logit_softcapping, self.weights.get(f"{name}.sinks")
+        more: dict[str, Any] = {"window": window, "soft_cap": cap, "sinks": sinks}
+        more = {key: value for key, value in more.items() if value is not None}  # a Llama has none of them
+        out = self.attend(q, self.kv_cache, layer, tables, starts, lens, self.scale, **more)  # same shape as q
         return self._linear(f"{name}.o_proj", out.reshape(len(x), q.shape[1] * q.shape[2]))  # [tokens, hidden]
 
-    def _swiglu(self, layer: int, x: Array) -> Array:
+    def _mlp(self, layer: int, x: Array) -> Array:
         name = f"model.layers.{layer}.mlp"
         gate = self._linear(f"{name}.gate_proj", x)  # [tokens, intermediate]
         up = self._linear(f"{name}.up_proj", x)  # [tokens, intermediate]
-        return self._linear(f"{name}.down_proj", silu(gate) * up)  # [tokens, hidden]
+        activate = gelu if self.config.gemma else silu
+        return self._linear(f"{name}.down_proj", activate(gate) * up)  # [tokens, hidden]
 
     def _heads(self, name: str, x: Array) -> Array:
         y = self._linear(name, x)  # [tokens, heads * head_dim]
@@ -121,7 +136,18 @@ class Llama(MirroredRunner):
         bias = self.weights.get(f"{name}.bias")  # [out]
         return y if bias is None else y + bias
 
-    def _norm(self, name: str, x: Array) -> Array:
+    def _layer_norms(self, layer: int) -> list[str | None]:
+        """Return the names of the norms before and after attention, and before and after the MLP, where there are."""
+        return [norm and f"model.layers.{layer}.{norm}" for norm in self.config.layer_norms]
+
+    def _rotations(self, positions: Array) -> Rotations:
+        """Return the rotary tables of layers, by their windows: Gemma 3 has other frequencies in layers with one."""
+        frequencies = self.inverse_frequencies.items()
+        return {window: rotary_tables(positions, each, self.dtype) for window, each in frequencies}
+
+    def _norm(self, name: str | None, x: Array) -> Array:
+        if name is None:
+            return x
         weight = self.weights[f"{name}.weight"]  # [hidden]
         assert isinstance(weight, np.ndarray)
         return rms_norm(x, weight, self.config.rms_norm_eps)  # same shape as x
@@ -203,39 +229,8 @@ def silu(x: Array) -> Array:
     return activated
 
 
-def rotate(x: Array, rotation: tuple[Array, Array]) -> Array:
-    """Rotate each pair of dimensions (i, i + head_dim / 2) of x [tokens, heads, head_dim] by its angle."""
-    cos, sin = rotation  # [tokens, 1, head_dim / 2] each
-    half = x.shape[-1] // 2
-    a, b = x[..., :half], x[..., half:]  # [tokens, heads, head_dim / 2] each
-    return np.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1)  # [tokens, heads, head_dim]
-
-
-def rotary_tables(positions: Array, frequencies: Array, dtype: npt.DTypeLike) -> tuple[Array, Array]:
-    """Return cos and sin of every angle position × frequency: [tokens, 1, head_dim / 2] each, to broadcast over heads.
-
-    The angles are float32 whatever `dtype` is, as in transformers: near position 8000 they are multiples of 0.0005.
-    """
-    angles = (positions[:, None].astype(np.float32) * frequencies)[:, None]  # [tokens, 1, head_dim / 2]
-    return np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
-
-
-def inverse_frequencies(config: ModelConfig) -> Array:
-    """Return the rotary frequency of each pair of dimensions, in radians per position: [head_dim / 2] float32.
-
-    Powers are rounded where transformers rounds them: a frequency's last bit makes 0.001 radians at position 8000.
-    """
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)  # [head_dim / 2]
-    powers = (config.rope_theta ** exponents.astype(np.float64)).astype(np.float32)  # [head_dim / 2], rounded once
-    frequencies: Array = 1 / powers  # [head_dim / 2]
-    scaling = config.rope_scaling
-    if scaling is None:
-        return frequencies
-    stretched: Array = frequencies / scaling.factor  # [head_dim / 2]
-    if scaling.rope_type == "linear":
-        return stretched
-    # llama3: keep the short wavelengths, stretch the long ones, and blend in between.
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)  # [head_dim / 2] within that context
-    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)  # [head_dim / 2]
-    keep = np.clip(keep, 0, 1)  # [head_dim / 2]: 1 keeps, 0 stretches
-    return keep * frequencies + (1 - keep) * stretched  # [head_dim / 2]
+def gelu(x: Array) -> Array:
+    """Return x × (probability that a normal variate is below x), with tanh in place of the exact probability."""
+    inner = math.sqrt(2 / math.pi) * x * (1 + 0.044715 * x * x)  # [tokens, intermediate]
+    activated: Array = 0.5 * x * (1 + np.tanh(inner))  # [tokens, intermediate]
+    return activated

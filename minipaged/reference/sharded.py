@@ -28,7 +28,7 @@ from minipaged.contracts import Batch
 from minipaged.models.config import ModelConfig
 from minipaged.models.shards import Shard
 from minipaged.reference.kv_cache import Array
-from minipaged.reference.llama import Llama, flatten, rotary_tables
+from minipaged.reference.llama import Llama, flatten
 from minipaged.reference.preemption import carry, measure, probe_cache
 from minipaged.scheduling import Costs
 from minipaged.steps import BlockMoves
@@ -51,13 +51,15 @@ class ShardedLlama(Llama):
     def forward(self, batch: Batch) -> Array:
         """Return the logits [rows that want them, vocab_size] after the last query token of each row."""
         tokens = flatten(batch, self.kv_cache.block_size)
-        rotation = rotary_tables(tokens.positions, self.inverse_frequencies, self.dtype)
+        rotations = self._rotations(tokens.positions)
         x = self._embed(tokens.ids)  # [tokens, hidden]
         for ranks in self.stages:  # a stage passes only x to the next
             for i in range(ranks[0].config.num_hidden_layers):
-                before, after = (f"model.layers.{i}.{place}_layernorm" for place in ("input", "post_attention"))
-                x = x + total(rank._attention(i, rank._norm(before, x), tokens, rotation) for rank in ranks)
-                x = x + total(rank._swiglu(i, rank._norm(after, x)) for rank in ranks)
+                before_attention, after_attention, before_mlp, after_mlp = self._layer_norms(i)
+                y = total(rank._attention(i, rank._norm(before_attention, x), tokens, rotations) for rank in ranks)
+                x = x + ranks[0]._norm(after_attention, y)  # all ranks have all norms
+                y = total(rank._mlp(i, rank._norm(before_mlp, x)) for rank in ranks)
+                x = x + ranks[0]._norm(after_mlp, y)
         self.prompt_hidden = x[tokens.prompt_rows]  # [prompt tokens, hidden]
         return self._logits(x[tokens.logit_rows])
 

@@ -108,8 +108,8 @@ class Words(ABC):
     @property
     def is_bound_by_pool(self) -> bool:
         """Whether the pool limits the length of a sequence, and not the model's context length or `max_model_len`."""
-        length = self._config.max_model_len
-        return length == self._config.num_blocks * self._config.block_size < self.allm.llm.model_config.context_length
+        length, made_for = self._config.max_model_len, self.allm.llm.model_config.max_position_embeddings
+        return length == self._config.num_blocks * self._config.block_size < made_for
 
     def warm_up(self) -> None:
         """Encode a conversation, which imports a library. Otherwise the first client would wait for that."""

@@ -55,7 +55,7 @@ class LoadedModel:
         chosen = tiers.choose_tier(tier, device, dtype)
         folder = hub.resolve(model)
         config = load_config(folder)
-        check_length(config, max_model_len)
+        check_length(config, max_model_len, chosen)
         sizes = (tensor_parallel_size, pipeline_parallel_size)
         check_parallel_sizes(config, *sizes)
         chosen = chosen.for_model(config, device, dtype)
@@ -89,7 +89,7 @@ class LoadedModel:
                         f"{name} is {value:g}, but the model was loaded for {settled[name]:g}; leave it out"
                     )
             asked = replace(asked, **settled)
-        check_length(self.config, asked.max_model_len)
+        check_length(self.config, asked.max_model_len, self.tier)
         return asked
 
     def block_bytes(self, block_size: int, kv_cache_dtype: KVCacheDtype = "auto", tensor_parallel_size: int = 1) -> int:
@@ -107,16 +107,18 @@ def check_before_loading(config: ModelConfig | None = None, **settings: Unpack[G
         check_parallel_sizes(config, asked.tensor_parallel_size, asked.pipeline_parallel_size)
 
 
-def check_length(config: ModelConfig, max_model_len: int | None) -> None:
-    """Raise InvalidRequest if `max_model_len` is longer than the model's context length."""
-    context, made_for = config.context_length, config.max_position_embeddings
+def check_length(config: ModelConfig, max_model_len: int | None, tier: DeviceTier | None = None) -> None:
+    """Raise InvalidRequest if `max_model_len` is longer than the model's context length, or than `tier` computes."""
+    made_for = config.max_position_embeddings
+    context = tier.context_length(config) if tier else made_for
     if max_model_len is None or max_model_len <= context:
         return
     why = f"this model was made for at most {context} tokens"
-    if context < made_for:
+    if tier and context < made_for:
         why = (
-            f"this model attends to the last {context} tokens only (its sliding window), and attention here has no "
-            f"sliding window; give {context} or less, where this makes no difference"
+            f"this model attends to the last {context} tokens only (its sliding window), and the {tier.name} tier "
+            f"applies no sliding window yet; give {context} or less, where this makes no difference, or use "
+            "tier='reference'"
         )
     raise InvalidRequest(f"max_model_len is {max_model_len}; {why}")
 

@@ -35,7 +35,7 @@ def engine_config(asked: Settings, loaded: LoadedModel, host_sharers: int) -> En
         room = int(_free_host_bytes(host_sharers) / (2 if on_cpu else 4) / size)
         num_swap_blocks = max(1, min(int(num_blocks * SWAP_SHARE), room))
     if max_model_len is None:
-        max_model_len = min(config.context_length, num_blocks * asked.block_size)
+        max_model_len = min(loaded.tier.context_length(config), num_blocks * asked.block_size)
     return EngineConfig(
         num_blocks=num_blocks,
         num_swap_blocks=num_swap_blocks,
@@ -60,7 +60,7 @@ def _blocks_that_fit(asked: Settings, loaded: LoadedModel, host_sharers: int) ->
             f"a block of {asked.block_size} tokens takes {size:,} bytes, but only {int(free):,} may be used; lower "
             "block_size, raise gpu_memory_utilization, or free some memory"
         )
-    return min(num_blocks, asked.max_num_seqs * -(-loaded.config.context_length // asked.block_size))
+    return min(num_blocks, asked.max_num_seqs * -(-loaded.tier.context_length(loaded.config) // asked.block_size))
 
 
 def _free_host_bytes(host_sharers: int) -> float:

@@ -140,7 +140,7 @@ ANCHORS: dict[str, tuple[Anchor, ...]] = {
     "host_block_dropped": (("HostFloor._drop", "self._allocator.free(kept.block)"),),
     "block_evicted": (("PrefixCache.drop", "self._allocator.free(block)"),),
     "token_generated": (
-        ("_attend", "o[:s, :, r:] = "),  # if the model has any attention
+        ("_attend", "o[:s, :, rows] = "),  # if the model has any attention
         ("Committer._commit_samples", "self._commit_token("),
         ("Committer._commit_beams", "self.append_token("),
     ),

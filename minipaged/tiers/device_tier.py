@@ -38,6 +38,10 @@ class DeviceTier(Tier, ABC):
         with the `device` and the `dtype` that the user gave. Raises InvalidRequest if there is none."""
         return self
 
+    def context_length(self, config: ModelConfig) -> int:
+        """The longest sequence that this tier computes with the model, in tokens."""
+        return config.max_position_embeddings
+
     @abstractmethod
     def load_weights(self, folder: Path, config: ModelConfig) -> Any:
         """Load the checkpoint's weights, in the form that `make_runner` takes. Raises ModelError."""

@@ -89,7 +89,15 @@ class FastTier(DeviceTier):
 
         return most_threads()
 
+    def context_length(self, config: ModelConfig) -> int:
+        """The longest sequence: as long as the shortest window, because attention applies none. Up to there it makes no
+        difference."""
+        windows = [window for window in config.layer_windows if window is not None]
+        return min([config.max_position_embeddings, *windows])
+
     def for_model(self, config: ModelConfig, device: str, dtype: str) -> FastTier:
+        if config.gemma:
+            raise InvalidRequest("the fast tier does not run Gemma models yet; use tier='reference'")
         problem = self._shape_problem(config) if self.device == "cuda" else None
         if problem is None:
             return self

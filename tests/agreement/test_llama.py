@@ -27,7 +27,7 @@ from minipaged.fast.kernels import Paged
 from minipaged.fast.kv_cache import KVCache as FastCache
 from minipaged.fast.llama import DecodeGraph
 from minipaged.fast.llama import Llama as FastLlama
-from minipaged.fast.llama import inverse_frequencies as fast_frequencies
+from minipaged.fast.rope import inverse_frequencies as fast_frequencies
 from minipaged.fast.sampling import Samples, sample
 from minipaged.models.config import ModelConfig, weight_shapes
 from minipaged.params import SamplingParams
@@ -35,7 +35,7 @@ from minipaged.reference.block_allocator import BlockAllocator
 from minipaged.reference.block_table import BlockTable
 from minipaged.reference.kv_cache import KVCache as ReferenceCache
 from minipaged.reference.llama import Llama as ReferenceLlama
-from minipaged.reference.llama import inverse_frequencies as reference_frequencies
+from minipaged.reference.rope import inverse_frequencies as reference_frequencies
 from minipaged.steps import LOGITS, BlockMoves, Row, Sampling, StepInput
 from tests.agreement.kernels import (
     CPU,

@@ -20,8 +20,8 @@ from minipaged.contracts import BatchRow
 from minipaged.fast.kv_cache import KVCache as FastCache
 from minipaged.llm import LoadedModel
 from minipaged.params import KVCacheDtype
+from minipaged.reference.eight_bits import dequantize, quantize
 from minipaged.reference.kv_cache import KVCache as ReferenceCache
-from minipaged.reference.kv_cache import dequantize, quantize
 from tests.effort import thorough
 
 STEM = list(range(20, 46))

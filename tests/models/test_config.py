@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from minipaged.errors import ModelError
 from minipaged.models.config import HARMLESS, ModelConfig, RopeScaling, weight_shapes
-from minipaged.reference.llama import inverse_frequencies
+from minipaged.reference.rope import inverse_frequencies
 from tests.effort import examples
 
 LLAMA3 = {
@@ -74,11 +74,13 @@ def test_both_formats_of_transformers_say_the_same(wanted: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("bias", ["attention_bias", "mlp_bias", "no_bias"])
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"])
 @settings(max_examples=examples(10))
 @given(wanted=llama_settings())
 def test_weight_shapes_are_those_of_transformers(wanted: dict[str, Any], model_type: str, bias: str) -> None:
     """Biases included, also where an architecture does not heed what is written of them."""
+    if model_type == "gemma3_text":
+        wanted = wanted | {"rope_parameters": {"full_attention": wanted["rope_parameters"]}}
     theirs = AutoConfig.for_model(model_type, **wanted, **{bias: True})
     with torch.device("meta"):
         state = AutoModelForCausalLM.from_config(theirs).state_dict()
@@ -108,26 +110,181 @@ def test_what_is_not_written_is_as_in_transformers(valid: dict[str, Any]) -> Non
     assert (config.tie_word_embeddings, config.rms_norm_eps) == (False, 1e-6)
 
 
-@pytest.mark.parametrize("written", [{}, {"sliding_window": None}, {"sliding_window": 7}])
+WRITTEN: list[dict[str, Any]] = [{}, {"sliding_window": None}, {"sliding_window": 7}]
+SLIDE = {"use_sliding_window": True}
+USES: list[dict[str, Any]] = [{}, SLIDE, SLIDE | {"max_window_layers": 1}]
+LAST_SLIDES = SLIDE | {"layer_types": ["full_attention", "sliding_attention"]}
+NONE_SLIDES = SLIDE | {"layer_types": ["full_attention", "full_attention"]}
+QWENS = [{}, {"sliding_window": 7}]  # with types of layers, transformers takes no window of null
+
+
 @pytest.mark.parametrize(
-    "uses", [{}, {"use_sliding_window": True}, {"use_sliding_window": True, "max_window_layers": 1}]
+    ("model_type", "changes"),
+    [
+        *(
+            (kind, uses | written)
+            for kind in ("llama", "mistral", "qwen2", "qwen3")
+            for uses in USES
+            for written in WRITTEN
+        ),
+        *(
+            (kind, uses | written)
+            for kind in ("qwen2", "qwen3")
+            for uses in (LAST_SLIDES, NONE_SLIDES)
+            for written in QWENS
+        ),
+    ],
 )
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
 def test_a_window_is_read_as_transformers_reads_it(
-    valid: dict[str, Any], model_type: str, uses: dict[str, Any], written: dict[str, Any]
+    valid: dict[str, Any], model_type: str, changes: dict[str, Any]
 ) -> None:
     """Which is what its masks are made by: of Mistral the window, of Qwen that of layers that slide."""
-    d = valid | {"num_hidden_layers": 2, "model_type": model_type} | uses | written
+    check_windows(valid | {"num_hidden_layers": 2, "model_type": model_type} | changes)
+
+
+def check_windows(d: dict[str, Any]) -> None:
+    """Compare the windows that are read with transformers', from this config.json and from the one that it writes."""
     theirs = AutoConfig.for_model(**d)
-    slides = model_type == "mistral" or "sliding_attention" in (getattr(theirs, "layer_types", None) or ())
-    window = theirs.sliding_window if slides else None
+    kinds = getattr(theirs, "layer_types", None) or ["full_attention"] * theirs.num_hidden_layers
+    if d["model_type"] == "mistral" and theirs.sliding_window:
+        kinds = ["sliding_attention"] * theirs.num_hidden_layers
+    windows = tuple(theirs.sliding_window if kind == "sliding_attention" else None for kind in kinds)
     for read in (d, theirs.to_dict()):
         config = ModelConfig.from_dict(read)
-        assert config.sliding_window == window
-        assert config.context_length == min(config.max_position_embeddings, window or 10**9)
+        assert config.layer_windows == (windows if any(windows) else ())
+        assert [config.window(layer) for layer in range(len(kinds))] == list(windows)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+GEMMA2: dict[str, Any] = {
+    "model_type": "gemma2",
+    "architectures": ["Gemma2ForCausalLM"],
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "vocab_size": 32,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 8192,
+    "sliding_window": 4096,
+    "cache_implementation": "hybrid",
+    "attention_bias": False,
+    "rope_theta": 10000.0,
+    "query_pre_attn_scalar": 144,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+"""The keys of gemma-2-27b's config.json, which v4 wrote; smaller."""
+GEMMA3: dict[str, Any] = {key: value for key, value in GEMMA2.items() if "logit" not in key and key != "hidden_act"} | {
+    "model_type": "gemma3_text",
+    "architectures": ["Gemma3ForCausalLM"],
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "rope_local_base_freq": 20000,
+    "rope_scaling": None,
+    "rope_theta": 3000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 3,
+}
+"""The keys of gemma-3-1b's."""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"sliding_window": 5},
+        {"sliding_window_pattern": 1},
+        {"layer_types": ["full_attention"] * 3 + ["sliding_attention"] * 4},
+        {"layer_types": ["full_attention"] * 7, "_sliding_window_pattern": 6},
+    ],
+)
+@pytest.mark.parametrize("d", [GEMMA2, GEMMA3, {k: v for k, v in GEMMA3.items() if k != "sliding_window_pattern"}])
+def test_gemmas_windows_are_read_as_transformers_reads_them(d: dict[str, Any], change: dict[str, Any]) -> None:
+    check_windows(d | change)
+
+
+def test_what_is_gemmas_own_is_read() -> None:
+    two, three = ModelConfig.from_dict(GEMMA2), ModelConfig.from_dict(GEMMA3)
+    assert two.gemma
+    assert three.gemma
+    assert not two.qk_norm
+    assert three.qk_norm
+    assert (two.query_pre_attn_scalar, two.attn_logit_softcapping, two.final_logit_softcapping) == (144, 50, 30)
+    assert (three.query_pre_attn_scalar, three.attn_logit_softcapping, three.final_logit_softcapping) == (
+        144,
+        None,
+        None,
+    )
+    assert two.rope(None) == two.rope(4096) == (10000, None)
+    assert three.rope(None) == (3000000, None)
+    assert three.rope(512) == (20000, None)
+    assert ModelConfig.from_dict(GEMMA3 | {"final_logit_softcapping": 20}).final_logit_softcapping == 20
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {},
+        {"rope_theta": 5e5, "rope_local_base_freq": 3e4},
+        {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_theta": 5e5},
+        {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 7e5}}},
+        {
+            "rope_parameters": {
+                "full_attention": LLAMA3 | {"rope_theta": 7e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
+            }
+        },
+    ],
+)
+def test_gemma3s_two_sets_of_rotary_settings_are_read_in_both_formats(written: dict[str, Any]) -> None:
+    """By the frequencies that transformers makes of them."""
+    d = {key: value for key, value in GEMMA3.items() if not key.startswith("rope")} | written
+    theirs = AutoConfig.for_model(**d)
+    with torch.device("cpu"):
+        rotary = AutoModelForCausalLM.from_config(theirs).model.rotary_emb
+    for read in (d, theirs.to_dict()):
+        config = ModelConfig.from_dict(read)
+        np.testing.assert_allclose(inverse_frequencies(config), rotary.full_attention_inv_freq.numpy(), rtol=1e-6)
+        np.testing.assert_allclose(
+            inverse_frequencies(config, 512), rotary.sliding_attention_inv_freq.numpy(), rtol=1e-6
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"sliding_window": 0}, ["sliding_window = 0", "1 or more"]),
+        ({"sliding_window": None}, ["'sliding_window' is missing"]),
+        ({"sliding_window_pattern": 0}, ["sliding_window_pattern = 0", "1 or more"]),
+        ({"layer_types": ["full_attention"]}, ["layer_types has 1 entries", "num_hidden_layers = 7"]),
+        ({"layer_types": ["chunked_attention"] * 7}, ["layer_types names 'chunked_attention'"]),
+        ({"query_pre_attn_scalar": 0}, ["query_pre_attn_scalar = 0", "positive"]),
+        ({"final_logit_softcapping": -1.0}, ["final_logit_softcapping = -1.0", "positive"]),
+        ({"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping = 50.0", "Gemma3ForCausalLM"]),
+        ({"rope_local_base_freq": -1}, ["rope_theta = -1", "positive"]),
+        ({"rope_parameters": {"rope_type": "default"}}, ["rope_type in rope_parameters", "'sliding_attention'"]),
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, ["'linear'", "sliding"]),
+        ({"rope_parameters": {"full_attention": [1]}}, ["[1]", "expected an object"]),
+        ({"hidden_activation": "silu"}, ["hidden_activation = 'silu'", "gelu_pytorch_tanh"]),
+        ({"use_bidirectional_attention": True}, ["use_bidirectional_attention = True"]),
+        ({"use_qk_norm": False}, ["use_qk_norm = False"]),
+        ({"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}, ["gemma3", "only Llama"]),
+        ({"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}, ["GptOssForCausalLM", "experts"]),
+        ({"architectures": ["GptOssForCausalLM"], "model_type": None}, ["GptOssForCausalLM", "experts"]),
+    ],
+)
+def test_what_of_a_gemma_cannot_run_is_refused_by_name(change: dict[str, Any], says: list[str]) -> None:
+    with pytest.raises(ModelError) as raised:
+        ModelConfig.from_dict(GEMMA3 | change)
+    assert all(words in str(raised.value) for words in says), raised.value
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"])
 def test_what_a_cousin_leaves_out_is_as_in_transformers(model_type: str) -> None:
     d: dict[str, Any] = {"vocab_size": 32, "hidden_size": 256, "intermediate_size": 8, "num_hidden_layers": 1}
     d |= {"num_attention_heads": 32, "model_type": model_type, "bos_token_id": 1, "eos_token_id": 2}

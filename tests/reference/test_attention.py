@@ -1,7 +1,7 @@
 """Paged attention equals ordinary attention, whatever the blocks: the invariants "content" and "exact answers".
 
 The yardstick is softmax attention in float64 over keys and values that lie in one piece. Every slot that no token
-owns, and every block that no sequence owns, holds NaN throughout: reading one shows.
+owns, every block that no sequence owns, and every slot before the window holds NaN throughout: reading one shows.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ class Batch:
     scale: float
     cache: KVCache
     block_tables: Array  # [seqs, max_blocks]
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: Array | None = None  # [heads]
 
     @property
     def query_start(self) -> Array:
@@ -45,9 +48,12 @@ class Batch:
 
     def paged(self) -> Array:
         with np.errstate(over="raise", invalid="raise", divide="raise"):
-            return paged_attention(
-                self.query, self.cache, LAYER, self.block_tables, self.query_start, self.context_lens, self.scale
-            )
+            tables, starts, lens = self.block_tables, self.query_start, self.context_lens
+            return paged_attention(self.query, self.cache, LAYER, tables, starts, lens, self.scale, *self.more)
+
+    @property
+    def more(self) -> tuple[int | None, float | None, Array | None]:
+        return self.window, self.soft_cap, self.sinks
 
     def contiguous(self) -> Array:
         """Softmax attention in float64."""
@@ -58,9 +64,16 @@ class Batch:
             K, V = (np.repeat(x.astype(np.float64), group, axis=1) for x in (K, V))  # [context, heads, head_dim]
             scores = np.einsum("qhd,khd->hqk", q, K) * self.scale  # [heads, T, context]
             position = np.arange(len(K) - len(q), len(K))  # [T]
-            scores[:, np.arange(len(K)) > position[:, None]] = -np.inf
+            if self.soft_cap is not None:
+                scores = np.tanh(scores / self.soft_cap) * self.soft_cap
+            distance = position[:, None] - np.arange(len(K))  # [T, context]
+            scores[:, (distance < 0) | (distance >= (self.window or len(K)))] = -np.inf
+            if self.sinks is not None:  # as transformers has it: one more score, whose weight is dropped
+                sinks = self.sinks.astype(np.float64)[:, None, None].repeat(len(q), axis=1)  # [heads, T, 1]
+                scores = np.concatenate((scores, sinks), axis=-1)  # [heads, T, context + 1]
             weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-            outputs.append(np.einsum("hqk,khd->qhd", weights / weights.sum(axis=-1, keepdims=True), V))
+            weights = (weights / weights.sum(axis=-1, keepdims=True))[..., : len(K)]  # [heads, T, context]
+            outputs.append(np.einsum("hqk,khd->qhd", weights, V))
         return np.concatenate(outputs)  # [tokens, heads, head_dim]
 
 
@@ -99,7 +112,8 @@ def near_ten_thousand(
 
 
 @st.composite
-def batches(draw: st.DrawFn, dtype: type | None = None, max_context: int = 300) -> Batch:
+def batches(draw: st.DrawFn, dtype: type | None = None, max_context: int = 300, is_llama: bool = False) -> Batch:
+    """`is_llama`: without windows, soft caps and sinks."""
     dtype = dtype or draw(st.sampled_from([np.float32, np.float32, np.float64]))
     block_size = draw(st.sampled_from([1, 2, 3, 7, 16, 32, 64, 100, 128, 256]) | st.integers(1, 256))
     head_dim = draw(st.sampled_from([32, 48, 64, 80, 96, 128, 256]))
@@ -124,7 +138,25 @@ def batches(draw: st.DrawFn, dtype: type | None = None, max_context: int = 300) 
     query, keys = query.astype(dtype), [k.astype(dtype) for k in keys]
     values = [rng.standard_normal(k.shape).astype(dtype) for k in keys]
     cache, tables = in_blocks(keys, values, block_size, rng)
-    return Batch(query, keys, values, query_lens, float(scale), cache, tables)
+    batch = Batch(query, keys, values, query_lens, float(scale), cache, tables)
+    if not is_llama:
+        batch.window = draw(st.none() | st.integers(1, 20) | st.integers(1, max_context))
+        batch.soft_cap = draw(st.sampled_from([None, None, 0.5, 50.0]))
+        if not huge_scores and draw(st.booleans()):  # beside scores of ±10,000, a sink takes all or nothing
+            batch.sinks = rng.standard_normal(heads).astype(dtype) * draw(st.sampled_from([1, 10]))
+        forget(batch)
+    return batch
+
+
+def forget(batch: Batch) -> None:
+    """Lose every slot that no query sees any more, and every block of such slots, as if they had been given back."""
+    if batch.window is None:
+        return
+    size = batch.cache.block_size
+    for table, context, n in zip(batch.block_tables, batch.context_lens, batch.query_lens, strict=True):
+        lost = np.arange(max(0, context - n + 1 - batch.window))  # the positions before the first query's window
+        batch.cache.device_blocks[table[lost // size], LAYER, :, lost % size] = np.nan
+        table[: len(lost) // size] = -1
 
 
 def relative_error(actual: Array, expected: Array) -> float:
@@ -152,7 +184,8 @@ def test_the_loop_for_one_query_gives_the_same(batch: Batch) -> None:
         for position in range(context - n, context):
             query = batch.query[batch.query_start[s] + position - (context - n)]
             with np.errstate(over="raise", invalid="raise", divide="raise"):
-                outputs.append(attend(query, batch.cache, LAYER, batch.block_tables[s], position, batch.scale))
+                blocks = batch.block_tables[s]
+                outputs.append(attend(query, batch.cache, LAYER, blocks, position, batch.scale, *batch.more))
     assert outputs[0].dtype == batch.query.dtype
     tolerance = 1e-5 if batch.query.dtype == np.float32 else 1e-12
     assert relative_error(np.array(outputs), batch.contiguous()) < tolerance
@@ -165,6 +198,7 @@ def test_where_the_blocks_lie_changes_nothing(batch: Batch, seed: int) -> None:
     before = batch.paged()
     rng = np.random.default_rng(seed)
     batch.cache, batch.block_tables = in_blocks(batch.keys, batch.values, batch.cache.block_size, rng, spare=5)
+    forget(batch)
     np.testing.assert_array_equal(batch.paged(), before)
 
 
@@ -184,6 +218,7 @@ def test_a_prompt_taken_in_chunks_gets_the_same_attention(batch: Batch, data: st
                 np.array([0, stop - start]),
                 batch.context_lens[s : s + 1] - n + stop,
                 batch.scale,
+                *batch.more,
             )
             assert relative_error(chunk, whole[tokens]) < 1e-12
 
@@ -203,6 +238,7 @@ def test_a_sequence_gets_the_same_attention_in_any_company(batch: Batch, data: s
         np.concatenate(([0], np.cumsum(batch.query_lens[order]))),
         batch.context_lens[order],
         batch.scale,
+        *batch.more,
     )
     assert relative_error(some, together[np.concatenate(tokens)]) < 1e-12
 
@@ -223,6 +259,74 @@ def test_an_empty_batch_gives_an_empty_output() -> None:
     query = np.zeros((0, 2, 8), np.float32)
     output = paged_attention(query, KVCache(1, 1, 4, 1, 8), 0, np.zeros((0, 0), np.int64), np.zeros(1, int), none, 1.0)
     assert output.shape == query.shape
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 7, 8, 9, 12, 13])
+@pytest.mark.parametrize("num_queries", [1, 3, 13])
+def test_a_window_of_w_sees_the_token_itself_and_w_minus_1_before(window: int, num_queries: int) -> None:
+    """All scores are equal, so the answer is the mean of the values that are seen: the positions themselves."""
+    keys, values = np.zeros((13, 1, 2)), np.repeat(np.arange(13.0), 2).reshape(13, 1, 2)
+    cache, tables = in_blocks([keys], [values], 4, np.random.default_rng(0))
+    query, positions = np.zeros((num_queries, 1, 2)), np.arange(13 - num_queries, 13)
+    expected = [np.arange(max(0, position - window + 1), position + 1).mean() for position in positions]
+    starts, lens = np.array([0, num_queries]), np.array([13])
+    for tile in (attention.TILE, 1):
+        with patch.object(attention, "TILE", tile):
+            output = paged_attention(query, cache, LAYER, tables, starts, lens, 1.0, window)
+        np.testing.assert_allclose(output[:, 0, 0], expected, rtol=1e-12)
+    one_by_one = [attend(query[0], cache, LAYER, tables[0], position, 1.0, window)[0, 0] for position in positions]
+    np.testing.assert_allclose(one_by_one, expected, rtol=1e-12)
+
+
+def test_a_sink_takes_weight_and_gives_no_value() -> None:
+    rng = np.random.default_rng(0)
+    k, v = rng.standard_normal((2, 13, 1, 8))
+    cache, tables = in_blocks([k], [v], 4, rng)
+    query = rng.standard_normal((2, 2, 8))
+    arguments = (cache, LAYER, tables, np.array([0, 2]), np.array([13]), 1.0, None, None)
+    without = paged_attention(query, *arguments)
+    sinks = np.array([-1e4, 1e4])  # of the first head nothing goes there, of the second all
+    with np.errstate(over="raise", invalid="raise", divide="raise"):
+        output = paged_attention(query, *arguments, sinks)
+        alone = attend(query[1], cache, LAYER, tables[0], 12, 1.0, None, None, sinks)
+    np.testing.assert_array_equal(output[:, 0], without[:, 0])
+    np.testing.assert_array_equal(output[:, 1], 0)
+    np.testing.assert_allclose(alone, output[1], rtol=1e-12)
+
+
+@pytest.mark.parametrize(("num_queries", "first_needed"), [(1, 2), (2, 2), (3, 1), (6, 1), (7, 0)])
+def test_only_the_blocks_before_the_window_may_be_missing(num_queries: int, first_needed: int) -> None:
+    """The context has 13 tokens in blocks of 4, and the window 4: a single query sees positions 9 to 12."""
+    rng = np.random.default_rng(0)
+    k, v = rng.standard_normal((2, 13, 1, 8))
+    cache, tables = in_blocks([k], [v], 4, rng)
+    query = rng.standard_normal((num_queries, 1, 8))
+    for missing in range(4):
+        holes = tables.copy()
+        holes[0, missing] = -1
+        arguments = (query, cache, LAYER, holes, np.array([0, num_queries]), np.array([13]), 1.0, 4)
+        if missing < first_needed:
+            paged_attention(*arguments)
+        else:
+            with pytest.raises(IndexError, match="block -1 is outside"):
+                paged_attention(*arguments)
+
+
+def test_blocks_before_the_window_are_not_read() -> None:
+    rng = np.random.default_rng(0)
+    k, v = rng.standard_normal((2, 1000, 1, 8))
+    cache, tables = in_blocks([k, k[:300]], [v, v[:300]], 4, rng)
+    query, starts, lens = rng.standard_normal((2, 1, 8)), np.arange(3), np.array([1000, 300])
+    read = []
+
+    def watched(layer: int, blocks: Array) -> tuple[Array, Array]:
+        read.extend(blocks.ravel().tolist())
+        return KVCache.read(cache, layer, blocks)
+
+    with patch.object(cache, "read", watched):
+        paged_attention(query, cache, LAYER, tables, starts, lens, 1.0, 10)
+        attend(query[0], cache, LAYER, tables[0], 999, 1.0, 10)
+    assert set(read) <= {*tables[0, 247:250], *tables[1, 72:75]}
 
 
 @pytest.mark.parametrize("wrong_block", [-1, 4, -4])

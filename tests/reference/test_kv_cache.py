@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minipaged.models.quantized.stored import e4m3_values
-from minipaged.reference.kv_cache import LARGEST, Array, KVCache, dequantize, quantize
+from minipaged.reference.eight_bits import LARGEST, dequantize, quantize
+from minipaged.reference.kv_cache import Array, KVCache
 
 
 @st.composite

@@ -17,13 +17,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from minipaged.contracts import BatchRow
 from minipaged.engine.policy import recompute_seconds, swap_seconds
 from minipaged.models.config import ModelConfig
 from minipaged.reference.kv_cache import Array, KVCache
-from minipaged.reference.llama import Llama, inverse_frequencies, rotary_tables
+from minipaged.reference.llama import Llama, flatten
+from minipaged.reference.rope import inverse_frequencies, rotary_tables
 from minipaged.steps import BlockMoves
 from tests.effort import examples
 
@@ -55,10 +59,16 @@ COUSINS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"attention_bias": True}),
     ("llama", {"mlp_bias": True}),
     ("mistral", {"sliding_window": None}),
-    ("mistral", {"sliding_window": 60}),  # as long as the longest text here
+    ("mistral", {"sliding_window": 13}),  # the longest text here has 60 tokens
+    ("mistral", {"sliding_window": 5}),
     ("qwen2", {}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1}),
     ("qwen3", {}),
     ("qwen3", {"attention_bias": True}),
+    ("gemma2", {"sliding_window": 13, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 5.0}),
+    ("gemma2", {"sliding_window": 5, "final_logit_softcapping": None, "attention_bias": True}),
+    ("gemma3_text", {"sliding_window": 14, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
+    ("gemma3_text", {"sliding_window": 5, "query_pre_attn_scalar": 50, "final_logit_softcapping": 4.0}),
 ]
 
 
@@ -66,6 +76,12 @@ COUSINS: list[tuple[str, dict[str, Any]]] = [
 def llama_configs(draw: st.DrawFn) -> PreTrainedConfig:
     """A small Llama of any shape, or a cousin."""
     model_type, own = draw(st.sampled_from(COUSINS))
+    num_layers = draw(st.integers(1, 3))
+    rope = dict(draw(st.sampled_from(ROPE_PARAMETERS)))
+    if model_type == "gemma3_text":
+        rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}
+    if "layer_types" in own:
+        own = own | {"layer_types": own["layer_types"][:num_layers]}
     kv_heads = draw(st.integers(1, 3))
     heads = kv_heads * draw(st.integers(1, 4))
     return AutoConfig.for_model(
@@ -74,12 +90,12 @@ def llama_configs(draw: st.DrawFn) -> PreTrainedConfig:
         vocab_size=draw(st.integers(11, 99)),
         hidden_size=heads * draw(st.integers(2, 9)),  # seldom heads * head_dim
         intermediate_size=draw(st.integers(8, 100)),
-        num_hidden_layers=draw(st.integers(1, 3)),
+        num_hidden_layers=num_layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=draw(st.sampled_from([32, 48, 64, 96, 128])),
         rms_norm_eps=draw(st.sampled_from([1e-6, 1e-5, 1e-2])),
-        rope_parameters=dict(draw(st.sampled_from(ROPE_PARAMETERS))),
+        rope_parameters=rope,
         max_position_embeddings=256,
         tie_word_embeddings=draw(st.booleans()),
         initializer_range=0.3,  # so that attention is not uniform and the layers matter
@@ -92,20 +108,30 @@ def transformers_llama(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config).eval()
     for name, weight in model.named_parameters():
         if "norm" in name:
-            torch.nn.init.uniform_(weight, 0.5, 1.5)
+            torch.nn.init.uniform_(weight, 0.5 - is_gemma(model), 1.5 - is_gemma(model))
         elif name.endswith("bias"):
             torch.nn.init.normal_(weight, 0, 0.5)
     return model
 
 
-def in_float64(model: PreTrainedModel, frequencies: Array) -> PreTrainedModel:
-    """The same model, all of it in float64: transformers' own norms and rotary tables are float32 in any case."""
+def is_gemma(model: PreTrainedModel) -> bool:
+    return str(model.config.model_type).startswith("gemma")
+
+
+def in_float64(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model, all of it in float64: transformers' own norms, rotary tables and Gemma's softmax are float32 in
+    any case."""
+    config = ModelConfig.from_dict(model.config.to_dict())
 
     def norm(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        eps, weight = (self.eps, 1 + self.weight) if config.gemma else (self.variance_epsilon, self.weight)
+        return weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
-    def tables(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = rotary_tables(position_ids[0].numpy(), frequencies, np.float64)
+    def tables(
+        x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        window = model.config.sliding_window if layer_type == "sliding_attention" else None
+        cos, sin = rotary_tables(position_ids[0].numpy(), inverse_frequencies(config, window), np.float64)
         return tuple(torch.from_numpy(np.concatenate([t, t], axis=-1))[:, 0][None] for t in (cos, sin))
 
     model = model.double()
@@ -115,7 +141,32 @@ def in_float64(model: PreTrainedModel, frequencies: Array) -> PreTrainedModel:
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = norm.__get__(module)
     model.model.rotary_emb.forward = tables
+    if config.gemma:
+        model.model.embed_tokens.embed_scale = torch.tensor(config.hidden_size, dtype=torch.float64).sqrt()
+        model.set_attn_implementation("exact")
     return model
+
+
+def exact_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """transformers' own, with a softmax of the queries' type. query: [1, heads, tokens, head_dim]."""
+    key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for each in (key, value))
+    scores = query @ key.transpose(2, 3) * scaling  # [1, heads, tokens, tokens]
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    return ((scores + mask).softmax(-1) @ value).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("exact", exact_attention)
+AttentionMaskInterface.register("exact", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
 
 
 @torch.no_grad()
@@ -124,7 +175,11 @@ def expected_logits(model: PreTrainedModel, token_ids: list[int]) -> Array:
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, Array]:
-    return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    """By name, as they are loaded: Gemma stores the weights of norms as w - 1."""
+    return {
+        name: tensor.numpy() + 1 if is_gemma(model) and name.endswith("norm.weight") else tensor.numpy()
+        for name, tensor in model.state_dict().items()
+    }
 
 
 @dataclass
@@ -201,8 +256,61 @@ def test_logits_are_those_of_transformers_in_float32_for_any_batching(
 def test_logits_are_those_of_transformers_in_float64_for_any_batching(
     config: PreTrainedConfig, seed: int, data: st.DataObject
 ) -> None:
-    frequencies = inverse_frequencies(ModelConfig.from_dict(config.to_dict()))
-    check_agreement(in_float64(transformers_llama(config, seed), frequencies), data, tolerance=1e-10)
+    check_agreement(in_float64(transformers_llama(config, seed)), data, tolerance=1e-10)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 5, 31])
+def test_gpt_oss_attention_is_that_of_transformers(chunk: int) -> None:
+    """Its attention alone, in a layer with a window and in one without: sinks and biases. (Its rotary embedding is
+    YaRN, which both are given from outside.)"""
+    window, num_tokens, block_size = 7, 31, 3
+    theirs = AutoConfig.for_model(
+        "gpt_oss", hidden_size=48, num_attention_heads=6, num_key_value_heads=2, head_dim=32, sliding_window=window
+    )
+    theirs._attn_implementation = "eager"
+    config = ModelConfig(
+        vocab_size=1,
+        hidden_size=48,
+        intermediate_size=1,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        rms_norm_eps=1e-5,
+        rope_theta=150000.0,
+        rope_scaling=None,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_ids=(),
+        layer_windows=(window, None),
+    )
+    torch.manual_seed(0)
+    modules = [GptOssAttention(theirs, layer).double() for layer in range(2)]
+    for weight in (weight for module in modules for weight in module.parameters()):
+        torch.nn.init.normal_(weight, 0, 0.4)
+    own = {f"model.layers.{i}.self_attn.{name}": w for i in (0, 1) for name, w in modules[i].state_dict().items()}
+    weights = {name: w.numpy() for name, w in own.items()} | {"model.layers.0.input_layernorm.weight": np.ones(48)}
+    cache = KVCache(2, 16, block_size, 2, 32, dtype=np.float64)
+    llama = Llama(config, weights, cache)
+    llama.move(BlockMoves(poison=list(range(16))))
+    x = np.random.default_rng(0).standard_normal((num_tokens, 48))
+    distance = torch.arange(num_tokens)[:, None] - torch.arange(num_tokens)
+    for layer, module in enumerate(modules):
+        seen = (distance >= 0) & (distance < (config.window(layer) or num_tokens))
+        mask = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -torch.inf)[None, None]
+        tables = rotary_tables(np.arange(num_tokens), inverse_frequencies(config), np.float64)
+        cos, sin = (torch.from_numpy(each[:, 0])[None] for each in tables)
+        with torch.no_grad():
+            expected = module(torch.from_numpy(x)[None], (cos, sin), mask)[0][0].numpy()
+        outputs = []
+        for first in range(0, num_tokens, chunk):
+            ids = [0] * len(x[first : first + chunk])
+            row = BatchRow(ids, first, list(range(16))[::-1][: -(-(first + len(ids)) // block_size)], True)
+            tokens = flatten([row], block_size)
+            part = x[first : first + chunk]
+            outputs.append(llama._attention(layer, part, tokens, llama._rotations(tokens.positions)))
+        assert relative_error(np.concatenate(outputs), expected) < 1e-12
 
 
 LLAMA_3_1 = {

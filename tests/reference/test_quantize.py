@@ -18,7 +18,7 @@ from minipaged.models.loading import load_config, load_weights
 from minipaged.models.quantized.recipe import Recipe
 from minipaged.models.quantized.stored import Array, Grouped, unpack
 from minipaged.reference.kv_cache import KVCache
-from minipaged.reference.llama import FlatBatch, Llama, rotary_tables
+from minipaged.reference.llama import FlatBatch, Llama
 from minipaged.reference.quantize.awq import ALPHAS, SHRINKS, awq_clipped, awq_scales
 from minipaged.reference.quantize.gptq import DAMP, gptq
 from minipaged.reference.quantize.layers import FED, NOT_CLIPPED, in_one_batch, quantize_layers
@@ -327,10 +327,10 @@ def run(folder: Path, weights: dict[str, Any]) -> tuple[Array, dict[str, Array]]
 
 def states_of(llama: Llama, tokens: FlatBatch) -> Array:
     x = llama._embed(tokens.ids)
-    rotation = rotary_tables(tokens.positions, llama.inverse_frequencies, x.dtype)
+    rotations = llama._rotations(tokens.positions)
     for i in range(llama.config.num_hidden_layers):
-        x = x + llama._attention(i, llama._norm(f"model.layers.{i}.input_layernorm", x), tokens, rotation)
-        x = x + llama._swiglu(i, llama._norm(f"model.layers.{i}.post_attention_layernorm", x))
+        x = x + llama._attention(i, llama._norm(f"model.layers.{i}.input_layernorm", x), tokens, rotations)
+        x = x + llama._mlp(i, llama._norm(f"model.layers.{i}.post_attention_layernorm", x))
     return x
 
 

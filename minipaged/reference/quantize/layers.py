@@ -22,7 +22,7 @@ from minipaged.models.quantized.recipe import Recipe
 from minipaged.models.quantized.stored import Array, Grouped
 from minipaged.reference.kv_cache import KVCache
 from minipaged.reference.linear import Weight
-from minipaged.reference.llama import FlatBatch, Llama, flatten, rotary_tables
+from minipaged.reference.llama import FlatBatch, Llama, flatten
 from minipaged.reference.quantize.awq import awq_clipped, awq_scales
 from minipaged.reference.quantize.gptq import gptq
 from minipaged.reference.quantize.rtn import rtn
@@ -70,7 +70,8 @@ def quantize_layers(
     for i in range(config.num_hidden_layers):
         prefix = f"model.layers.{i}."
         own = {name.removeprefix(prefix): each for name, each in weights.items() if name.startswith(prefix)}
-        layer = LayerInMaking(config, own, recipe, num_blocks)
+        one = replace(config, num_hidden_layers=1, layer_windows=config.layer_windows[i : i + 1])
+        layer = LayerInMaking(one, own, recipe, num_blocks)
         try:
             x = layer.through(x, tokens)
         except ModelError as error:
@@ -94,20 +95,20 @@ class LayerInMaking(Llama):
     """A one-layer Llama that quantizes each matrix when its inputs arrive."""
 
     def __init__(self, config: ModelConfig, own: Mapping[str, Array], recipe: Recipe, num_blocks: int) -> None:
-        """`own`: the layer's weights: "input_layernorm.weight", ..."""
+        """`config`: of the one layer. `own`: its weights: "input_layernorm.weight", ..."""
         cache = KVCache(1, num_blocks, BLOCK_SIZE, config.num_key_value_heads, config.head_dim)
         self.made: dict[str, Weight] = {}
         """The changed weights, by their names in this Llama."""
         self._recipe = recipe
         self._scales: dict[str, Array] = {}  # matrix -> scales [in] by which its inputs still have to be divided
         whole = {FIRST + name: each for name, each in own.items()}
-        super().__init__(replace(config, num_hidden_layers=1), whole, cache)
+        super().__init__(config, whole, cache)
 
     def through(self, x: Array, tokens: FlatBatch) -> Array:
         """Return x [tokens, hidden] after the quantized layer; the layer is quantized on the way."""
-        rotation = rotary_tables(tokens.positions, self.inverse_frequencies, x.dtype)
-        x = x + self._attention(0, self._norm(f"{FIRST}input_layernorm", x), tokens, rotation)
-        return x + self._swiglu(0, self._norm(f"{FIRST}post_attention_layernorm", x))
+        rotations = self._rotations(tokens.positions)
+        x = x + self._attention(0, self._norm(f"{FIRST}input_layernorm", x), tokens, rotations)
+        return x + self._mlp(0, self._norm(f"{FIRST}post_attention_layernorm", x))
 
     def _linear(self, name: str, x: Array) -> Array:
         """Multiply x [tokens, in] by a matrix, which is quantized now unless it already has been."""

@@ -52,7 +52,7 @@ def make_small_llama(
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name:
-                weight.uniform_(0.5, 1.5)
+                weight.uniform_(0.5, 1.5).sub_(int(model_type.startswith("gemma")))  # Gemma stores w - 1
             elif name.endswith("bias"):
                 weight.normal_(0, 0.5)
             elif "embed_tokens" in name or "lm_head" in name:

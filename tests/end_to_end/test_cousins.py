@@ -1,6 +1,7 @@
 """Llama's cousins serve what transformers computes, in a crowd: prompts in chunks, prefix hits, too few blocks for all.
 
-`test_against_transformers.py` has them each request by itself, among the shapes of a Llama.
+`test_against_transformers.py` has them each request by itself, among the shapes of a Llama, and `test_windows.py`
+beyond their windows.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from typing import Any
 import pytest
 
 from minipaged import LLM, SamplingParams
-from minipaged.errors import InvalidRequest
 from tests.effort import quick_cases
 from tests.end_to_end.small_llama import make_small_llama
 from tests.end_to_end.ties import check_same_or_tied
@@ -58,10 +58,3 @@ def test_a_crowd_is_told_what_transformers_says(
     stats = llm.engine.current_stats()
     assert stats.prefix_cache_hit_tokens > 0
     assert getattr(stats, f"preempted_by_{preemption}") > 0
-
-
-def test_as_much_as_the_window_holds_is_served_and_no_more(tmp_path: Path) -> None:
-    folder = make_small_llama(tmp_path, model_type="mistral", sliding_window=WINDOW)
-    assert LLM(folder, tier="reference", num_blocks=30).config.max_model_len == WINDOW
-    with pytest.raises(InvalidRequest, match=f"max_model_len is 57.*{WINDOW} tokens.*sliding window"):
-        LLM(folder, tier="reference", num_blocks=30, max_model_len=WINDOW + 1)

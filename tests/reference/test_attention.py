@@ -294,6 +294,16 @@ def test_a_sink_takes_weight_and_gives_no_value() -> None:
     np.testing.assert_allclose(alone, output[1], rtol=1e-12)
 
 
+def test_prompts_of_one_length_may_begin_at_different_places_of_a_window() -> None:
+    """So the last queries of the longer sequence see nothing of the first blocks, which the others still see."""
+    rng = np.random.default_rng(0)
+    keys, values = ([each[:n] for n in (13, 16, 20)] for each in rng.standard_normal((2, 20, 1, 8)))
+    cache, tables = in_blocks(keys, values, 4, rng)
+    batch = Batch(rng.standard_normal((39, 2, 8)), keys, values, np.array([13] * 3), 1.0, cache, tables, window=3)
+    with patch.object(attention, "TILE", 1):
+        assert relative_error(batch.paged(), batch.contiguous()) < 1e-12
+
+
 @pytest.mark.parametrize(("num_queries", "first_needed"), [(1, 2), (2, 2), (3, 1), (6, 1), (7, 0)])
 def test_only_the_blocks_before_the_window_may_be_missing(num_queries: int, first_needed: int) -> None:
     """The context has 13 tokens in blocks of 4, and the window 4: a single query sees positions 9 to 12."""

@@ -1,0 +1,121 @@
+"""Models whose layers forget serve what transformers computes, far beyond their windows.
+
+The windows are no multiples of a block, and the prompts' chunks cut them. Only the reference tier computes them so far.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from minipaged import LLM, SamplingParams
+from minipaged.errors import InvalidRequest, ModelError
+from minipaged.llm import LoadedModel
+from minipaged.models.quantized.recipe import Recipe
+from minipaged.quantizing.checkpoint import quantize
+from minipaged.recordings.replay_steps import logits_of
+from tests.end_to_end.small_llama import make_small_llama
+from tests.end_to_end.ties import check_same_or_tied
+from tests.end_to_end.yardstick import greedy, last_logits, load
+
+WINDOW = 11
+MODELS: dict[str, dict[str, Any]] = {
+    "Gemma 3": {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 24,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "Mistral": {"model_type": "mistral"},
+    "Gemma 2": {"model_type": "gemma2", "attn_logit_softcapping": 4.0, "final_logit_softcapping": 3.0},
+    "Qwen2, its last layer": {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1},
+}
+STEM = list(range(20, 53))  # three windows
+PROMPTS = [[*STEM, 7], [5], [*STEM[:20], 9, 8], [*STEM, *range(60, 72)], list(range(90, 60, -3))]
+MAX_TOKENS = 24
+PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=MODELS.values(), ids=MODELS.keys())
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small model of each."""
+    settings = {"sliding_window": WINDOW, "head_dim": 16, "eos_token_id": None} | request.param
+    return make_small_llama(tmp_path_factory.mktemp("forgetful"), **settings)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[list[int]]:
+    """What transformers says to each prompt."""
+    theirs = load(model)
+    return [greedy(theirs, prompt, MAX_TOKENS) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    ("preemption", "block_size", "chunk"), [("recompute", 4, 7), ("swap", 3, 16), ("recompute", 16, 64)]
+)
+def test_a_crowd_is_told_what_transformers_says(
+    model: Path, expected: list[list[int]], preemption: str, block_size: int, chunk: int
+) -> None:
+    sizes = {"block_size": block_size, "num_blocks": 96 // block_size, "num_swap_blocks": 160 // block_size}
+    llm = LLM(model, tier="reference", debug=True, preemption=preemption, max_num_batched_tokens=chunk, **sizes)
+    for _ in range(2):  # the second time the cache knows them
+        outputs = llm.generate(PROMPTS, PARAMS)
+        for prompt, output, theirs in zip(PROMPTS, outputs, expected, strict=True):
+            check_same_or_tied(model, prompt, output.outputs[0].token_ids, theirs)
+    stats = llm.engine.current_stats()
+    assert stats.prefix_cache_hit_tokens > 0
+    assert getattr(stats, f"preempted_by_{preemption}") > 0
+
+
+@pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1, 4 * WINDOW])
+def test_logits_are_those_of_transformers(model: Path, length: int) -> None:
+    tokens = [*STEM, *range(60, 71)][:length]
+    theirs, ours = last_logits(load(model), tokens), logits_of(LoadedModel.load(model, "reference"), tokens)
+    assert np.linalg.norm(ours - theirs) < 1e-4 * np.linalg.norm(theirs)
+
+
+@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+def test_in_parts_it_says_the_same(model: Path, expected: list[list[int]], sizes: dict[str, int]) -> None:
+    llm = LLM(model, tier="reference", num_blocks=40, **sizes)
+    outputs = llm.generate(PROMPTS[:1], PARAMS)
+    check_same_or_tied(model, PROMPTS[0], outputs[0].outputs[0].token_ids, expected[0])
+
+
+def test_norms_of_a_gemma_are_not_rounded_when_1_is_added(tmp_path: Path) -> None:
+    """bfloat16 has 8 significant bits: in 1 + 1/256 + 1/1024 the last ones would be lost."""
+    folder = make_small_llama(tmp_path, model_type="gemma2", head_dim=16, dtype=torch.bfloat16)
+    theirs, ours = last_logits(load(folder), STEM), logits_of(LoadedModel.load(folder, "reference"), STEM)
+    assert np.linalg.norm(ours - theirs) < 1e-5 * np.linalg.norm(theirs)
+
+
+def test_the_reference_serves_a_mistral_up_to_its_maximum_and_the_fast_tier_up_to_its_window(tmp_path: Path) -> None:
+    folder = make_small_llama(tmp_path, model_type="mistral", sliding_window=WINDOW)
+    assert LLM(folder, tier="reference", num_blocks=30).config.max_model_len == 256
+    assert LLM(folder, tier="fast", device="cpu", num_blocks=30).config.max_model_len == WINDOW
+    with pytest.raises(InvalidRequest, match="max_model_len is 257; this model was made for at most 256 tokens"):
+        LLM(folder, tier="reference", num_blocks=30, max_model_len=257)
+    says = rf"max_model_len is 12.*last {WINDOW} tokens.*sliding window.*fast tier.*tier='reference'"
+    with pytest.raises(InvalidRequest, match=says):
+        LLM(folder, tier="fast", device="cpu", num_blocks=30, max_model_len=WINDOW + 1)
+
+
+@pytest.mark.parametrize("tier", ["fast", "auto"])
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text"])
+def test_the_fast_tier_refuses_a_gemma(tmp_path: Path, model_type: str, tier: str) -> None:
+    folder = make_small_llama(tmp_path, model_type=model_type, head_dim=16)
+    with pytest.raises(InvalidRequest, match=r"fast tier does not run Gemma.*use tier='reference'"):
+        LLM(folder, tier=tier, device="cpu", num_blocks=30)
+
+
+def test_a_gemma_is_not_quantized(tmp_path: Path) -> None:
+    folder = make_small_llama(tmp_path / "model", model_type="gemma2", head_dim=16)
+    with pytest.raises(ModelError, match="is a Gemma"):
+        quantize(folder, tmp_path / "out", Recipe("rtn", 8))

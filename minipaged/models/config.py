@@ -203,16 +203,18 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}"
+        before_attention, *other_norms = (f"{layer}.{norm}.weight" for norm in config.layer_norms if norm)
         shapes |= {
+            before_attention: (hidden,),
             f"{layer}.self_attn.q_proj.weight": (query_dim, hidden),
             f"{layer}.self_attn.k_proj.weight": (kv_dim, hidden),
             f"{layer}.self_attn.v_proj.weight": (kv_dim, hidden),
             f"{layer}.self_attn.o_proj.weight": (hidden, query_dim),
+            **dict.fromkeys(other_norms, (hidden,)),
             f"{layer}.mlp.gate_proj.weight": (mlp, hidden),
             f"{layer}.mlp.up_proj.weight": (mlp, hidden),
             f"{layer}.mlp.down_proj.weight": (hidden, mlp),
         }
-        shapes |= {f"{layer}.{norm}.weight": (hidden,) for norm in config.layer_norms if norm}
         biased = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"] if config.qkv_bias else []
         biased += ["self_attn.o_proj"] if config.o_bias else []
         biased += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"] if config.mlp_bias else []

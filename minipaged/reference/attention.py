@@ -166,12 +166,13 @@ def _attend(
         K, V = kv_cache.read(layer, tables[:s, j : j + tile])  # [s, keys, kv_heads, head_dim] each
         key = np.arange(start, start + K.shape[1])  # [keys], their positions
         past = int(key[-1]) + window - int(context_lens[s - 1]) + T  # queries from here on see none of these keys
-        rows = slice(r, min(T, past) * group)
+        end = min(T, past) * group
+        rows = slice(r, end)
         scores = q[:s, :, rows] @ K.transpose(0, 2, 3, 1)  # [s, kv_heads, rows, keys]
         if soft_cap is not None:
             scores = soft_cap * np.tanh(scores / soft_cap)  # [s, kv_heads, rows, keys]
-        at = position[:s, None, rows, None]  # [s, 1, rows, 1]
-        if key[-1] > at.min() or key[0] <= at.max() - window:  # some query does not see some key
+        if key[-1] > position[s - 1, r] or key[0] <= position[0, end - 1] - window:  # some query does not see some key
+            at = position[:s, None, rows, None]  # [s, 1, rows, 1]
             seen = (key <= at) & (key > at - window)  # [s, 1, rows, keys]
             scores = np.where(seen, scores, -np.inf)  # [s, kv_heads, rows, keys]
             lens = context_lens[:s, None]  # [s, 1]

@@ -11,16 +11,21 @@ score m, its sum l of exp(score - m), and its sum o of exp(score - m) × v. Two 
 So all queries behind a shared prefix attend to its blocks together. Then each query attends to the rest of its own
 context, and its two parts are merged. The result differs from one walk by rounding only.
 
+A learned sink is a part too, with m = sink, l = 1, o = 0. A layer with a window shares nothing: its queries see only
+their last tokens, and a shared prefix lies at the beginning.
+
 The block tables of the step, compared entry by entry, say which sequences share which blocks. A reference count does
 not: it is the number of a block's holders, and does not say who they are.
 """
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
 
+from minipaged.reference.attention import paged_attention
 from minipaged.reference.kv_cache import Array, KVCache
 
 
@@ -32,12 +37,22 @@ class Part(NamedTuple):
     o: Array  # [queries, heads, head_dim], the sums of exp(score - m) × v
 
 
-def attend_part(query: Array, kv_cache: KVCache, layer: int, blocks: Array, num_tokens: int, scale: float) -> Part:
+def attend_part(
+    query: Array,
+    kv_cache: KVCache,
+    layer: int,
+    blocks: Array,
+    num_tokens: int,
+    scale: float,
+    soft_cap: float | None = None,
+) -> Part:
     """Attend with some queries [queries, heads, head_dim] to the first `num_tokens` tokens in these blocks."""
     K, V = kv_cache.read(layer, blocks[None])  # [1, tokens, kv_heads, head_dim] each
     group = query.shape[1] // kv_cache.num_kv_heads  # query heads that share one key/value head
     K, V = (each[0, :num_tokens].repeat(group, axis=1) for each in (K, V))  # [num_tokens, heads, head_dim] each
     scores = scale * np.einsum("qhd,nhd->qhn", query, K)  # [queries, heads, num_tokens]
+    if soft_cap is not None:
+        scores = soft_cap * np.tanh(scores / soft_cap)  # [queries, heads, num_tokens]
     m = scores.max(axis=-1, keepdims=True)  # [queries, heads, 1]
     p = np.exp(scores - m)  # [queries, heads, num_tokens]
     return Part(m, p.sum(axis=-1, keepdims=True), np.einsum("qhn,nhd->qhd", p, V))
@@ -68,26 +83,42 @@ def shared_prefixes(block_tables: Array, context_lens: Array, block_size: int) -
 
 
 def cascade_attention(
-    query: Array, kv_cache: KVCache, layer: int, block_tables: Array, context_lens: Array, scale: float
+    query: Array,
+    kv_cache: KVCache,
+    layer: int,
+    block_tables: Array,
+    context_lens: Array,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Array | None = None,
 ) -> Array:
     """Attention of one query token per sequence: query [seqs, heads, head_dim]. Returns the same shape.
 
     Equals `paged_attention` up to rounding, and reads shared blocks once.
     """
+    if window is not None:
+        starts = np.arange(len(query) + 1)  # [seqs + 1]
+        return paged_attention(
+            query, kv_cache, layer, block_tables, starts, context_lens, scale, window, soft_cap, sinks
+        )
     block_size = kv_cache.block_size
     num_shared = np.zeros(len(query), int)  # [seqs], shared blocks of each sequence
-    shared: list[Part | None] = [None] * len(query)  # the part of each sequence over these blocks
+    before: list[list[Part]] = [[] for _ in query]  # the parts of each sequence before its own tokens
+    if sinks is not None:
+        sink = Part(sinks[None, :, None], np.ones((1, len(sinks), 1), sinks.dtype), np.zeros_like(query[:1]))
+        before = [[sink] for _ in query]
     for members, num_blocks in shared_prefixes(block_tables, context_lens, block_size):
         blocks = block_tables[members[0], :num_blocks]  # [num_blocks]
-        part = attend_part(query[members], kv_cache, layer, blocks, num_blocks * block_size, scale)
+        part = attend_part(query[members], kv_cache, layer, blocks, num_blocks * block_size, scale, soft_cap)
         num_shared[members] = num_blocks
         for i, s in enumerate(members):
-            shared[s] = Part(*(each[i : i + 1] for each in part))
+            before[s].append(Part(*(each[i : i + 1] for each in part)))
     output = np.empty_like(query)  # [seqs, heads, head_dim]
-    for s, before in enumerate(shared):
+    for s, parts in enumerate(before):
         blocks = block_tables[s, num_shared[s] : -(-context_lens[s] // block_size)]  # [own blocks]
         own_tokens = context_lens[s] - num_shared[s] * block_size
-        part = attend_part(query[s : s + 1], kv_cache, layer, blocks, own_tokens, scale)
-        m_l_o = part if before is None else merge(before, part)
+        own = attend_part(query[s : s + 1], kv_cache, layer, blocks, own_tokens, scale, soft_cap)
+        m_l_o = reduce(merge, parts, own)
         output[s] = m_l_o.o[0] / m_l_o.l[0]
     return output

@@ -33,8 +33,12 @@ def test_what_is_read_once_gives_the_result_of_reading_it_for_each(data: st.Data
         k, v = rng.standard_normal((2, len(slots), 2, 8)).astype(dtype)
         cache.write(LAYER, table[slots // block_size] * block_size + slots % block_size, k, v)
     query, context_lens = rng.standard_normal((len(lengths), 6, 8)).astype(dtype), np.array(lengths)
-    expected = paged_attention(query, cache, LAYER, tables, np.arange(len(lengths) + 1), context_lens, 0.5)
-    found = cascade_attention(query, cache, LAYER, tables, context_lens, 0.5)
+    window = data.draw(st.one_of(st.none(), st.integers(1, 7 * block_size)))
+    soft_cap = data.draw(st.sampled_from([None, 0.7]))
+    sinks = data.draw(st.sampled_from([None, rng.standard_normal(6).astype(dtype)]))
+    more = (0.5, window, soft_cap, sinks)
+    expected = paged_attention(query, cache, LAYER, tables, np.arange(len(lengths) + 1), context_lens, *more)
+    found = cascade_attention(query, cache, LAYER, tables, context_lens, *more)
     assert found.dtype == dtype
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13 if dtype == np.float64 else 2e-6)
 

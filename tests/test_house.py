@@ -343,13 +343,10 @@ def test_twins_have_the_same_public_members_called_in_the_same_way(room: str, na
         if not (callable(theirs) and callable(ours)) or name in ("FlatBatch", "rotary_tables", "flatten"):
             continue
         expected, found = (list(inspect.signature(call).parameters.values()) for call in (theirs, ours))
-        expected = [each for each in expected if each.name not in NOT_FAST_YET]
         assert [p.name for p in found[: len(expected)]] == [p.name for p in expected], member
         assert all(p.default is not p.empty for p in found[len(expected) :]), member
 
 
-NOT_FAST_YET = {"window", "soft_cap", "sinks"}
-"""Arguments of `paged_attention` that the fast tier does not have yet."""
 ONLY_REFERENCE = {"check_blocks"}
 """NumPy takes -1 for the last block, so that the reference checks tables in one more place."""
 

@@ -30,21 +30,26 @@ def paged_attention(
     query_start: Tensor,
     context_lens: Tensor,
     scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of a mixed batch: each query attends to its own sequence's positions up to its own.
 
     query: [tokens, heads, head_dim], sequence after sequence. Sequence s has the tokens query_start[s] to
         query_start[s + 1] - 1. They are the last of its context_lens[s] positions, and their K and V are already in the
         cache.
-    block_tables: [seqs, max_blocks] integers, in logical order. Entries past a sequence's blocks are ignored.
+    block_tables: [seqs, max_blocks] integers, in logical order. Entries past a sequence's blocks are ignored, and those
+        of blocks that lie before the window of its first query.
     query_start: [seqs + 1] integers. context_lens: [seqs] integers, query tokens included.
+    window, soft_cap, sinks [heads]: as in `reference/attention.py`.
     Query head h reads key/value head h // (heads / kv_heads): grouped-query attention.
 
     Returns [tokens, heads, head_dim]. Raises IndexError for a block outside the pool, ValueError for lengths or heads
     that do not fit together. (These checks make the host wait for the device. The model skips them and calls `attend`,
     because its tables are made by the engine.)
     """
-    _check(query, kv_cache, block_tables, query_start, context_lens)
+    _check(query, kv_cache, block_tables, query_start, context_lens, window)
     if len(query) == 0:
         return torch.empty_like(query)
     max_query_len = int((query_start[1:] - query_start[:-1]).max())
@@ -59,6 +64,9 @@ def paged_attention(
         float(scale),
         num_decoding=len(context_lens) if max_query_len == 1 else 0,
         max_query_len=max_query_len,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=None if sinks is None else sinks.float(),
     )
 
 
@@ -75,17 +83,31 @@ def attend(
     num_decoding: int = 0,
     max_query_len: int,
     shared: Shared | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`paged_attention` without the checks, with int32 integers. Sequence s has row rows[s] of `tables`
     [rows, max_blocks].
 
     num_decoding: the number of sequences with one query token each; they come first. query_start:
-    [other sequences + 1], offsets into the query tokens after those. shared: groups of sequences with one query token.
+    [other sequences + 1], offsets into the query tokens after those. shared: groups of sequences with one query token;
+    a layer with a window shares nothing. window, soft_cap, sinks: as in `Paged`.
     """
-    paged = Paged(*kv_cache.layer(layer), tables, rows, context_lens, kv_cache.scales(layer))
+    paged = Paged(
+        *kv_cache.layer(layer),
+        tables,
+        rows,
+        context_lens,
+        kv_cache.scales(layer),
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+    )
     kernels, n = kv_cache.kernels, num_decoding
     parts: list[Tensor] = []
     if n:
+        shared = shared if window is None else None
         decoding = paged._replace(rows=rows[:n], context_lens=context_lens[:n], shared=shared)
         parts.append(kernels.paged_decode(query[:n], decoding, scale))
     if n < len(rows):
@@ -96,7 +118,14 @@ def attend(
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _check(query: Tensor, kv_cache: KVCache, block_tables: Tensor, query_start: Tensor, context_lens: Tensor) -> None:
+def _check(
+    query: Tensor,
+    kv_cache: KVCache,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    window: int | None,
+) -> None:
     heads, kv_heads = query.shape[1], kv_cache.num_kv_heads
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads cannot be shared out over {kv_heads} key/value heads")
@@ -108,7 +137,10 @@ def _check(query: Tensor, kv_cache: KVCache, block_tables: Tensor, query_start: 
     first = torch.arange(block_tables.shape[1], device=query.device) * kv_cache.block_size  # [max_blocks]
     if len(context_lens) and context_lens.max() > len(first) * kv_cache.block_size:
         raise ValueError(f"block tables of {len(first)} blocks are too short for {int(context_lens.max())} tokens")
-    used = block_tables[first < context_lens[:, None]]
+    seen = first < context_lens[:, None]  # [seqs, max_blocks]
+    if window is not None:
+        seen &= first[None] + kv_cache.block_size > (context_lens - query_lens + 1 - window)[:, None]
+    used = block_tables[seen]
     wrong = used[(used < 0) | (used >= kv_cache.num_blocks)]
     if len(wrong):
         raise IndexError(f"block {int(wrong[0])} is outside the device pool's {kv_cache.num_blocks} blocks")

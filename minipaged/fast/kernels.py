@@ -53,7 +53,16 @@ class Paged(NamedTuple):
     scales: Tensor | None = None
     """The scales of keys and values in 8 bits (`KVCacheKernels`: `kv_scales`); None for the model's type."""
     shared: Shared | None = None
-    """Sequences whose common blocks `paged_decode` may read once for all of them. None: each reads its own."""
+    """Sequences whose common blocks `paged_decode` may read once for all of them. None: each reads its own. There are
+    none in a layer with a window, whose queries do not see the beginnings of their contexts."""
+    window: int | None = None
+    """The number of tokens that a query sees, its own included. Blocks that lie before the window of a sequence's first
+    query are not read, and their entries in `tables` may be anything. None: a query sees all tokens up to its own."""
+    soft_cap: float | None = None
+    """Scores become soft_cap × tanh(score / soft_cap). None: they stay as they are."""
+    sinks: Tensor | None = None
+    """[heads] float32: a score for each head, of no token, which joins the softmax's denominator. None: there is none.
+    """
 
 
 class AttentionKernels(Protocol):
@@ -210,13 +219,16 @@ class Matrix(Linear, Protocol):
 class Layer:
     """One layer's weights."""
 
-    input_norm: Tensor  # [hidden]
+    input_norm: Tensor  # [hidden], before attention
     qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, hidden]
     qk_norm: Tensor | None  # [2, head_dim]
     o: Linear  # [hidden, heads * head_dim]
-    post_norm: Tensor  # [hidden]
+    post_norm: Tensor  # [hidden], before the MLP
     gate_up: Linear  # [2 * intermediate, hidden]
     down: Linear  # [hidden, intermediate]
+    attention_norm: Tensor | None = None  # [hidden], of attention's result; Gemma only
+    mlp_norm: Tensor | None = None  # [hidden], of the MLP's result; Gemma only
+    sinks: Tensor | None = None  # [heads] float32
 
 
 class RunLayers(Protocol):
@@ -278,10 +290,17 @@ class LlamaKernels(Protocol):
         silu(z) = z / (1 + exp(-z)). Computed in float32, rounded once.
         """
 
+    def geglu(self, gate_up: Tensor) -> Tensor:
+        """Return gelu(gate) * up, as `swiglu` does with silu.
+
+        gelu(z) = z / (1 + exp(-2 u)), with u = sqrt(2 / pi) * (z + 0.044715 z³): GELU with tanh.
+        """
+
     def in_one_call(
         self,
         layers: Sequence[Layer],
         views: Sequence[tuple[Tensor, Tensor]],
+        windows: Sequence[int | None],
         num_heads: int,
         cos: Tensor,
         sin: Tensor,
@@ -289,9 +308,10 @@ class LlamaKernels(Protocol):
         eps: float,
     ) -> RunLayers | None:
         """Return a function that runs sequences with one query token each through all layers, or None if these layers
-        do not support it or gain nothing by it.
+        do not support it or gain nothing by it. (On a CPU, layers with sinks do not.)
 
-        views: each layer's keys and values. cos, sin: as in `rope_and_write`. scale: of the scores. eps: of the norms.
+        views: each layer's keys and values. windows: each layer's (`Paged`). cos, sin: as in `rope_and_write`.
+        scale: of the scores. eps: of the norms.
         """
 
 

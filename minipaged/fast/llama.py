@@ -11,6 +11,8 @@ work is fused, because each pass over memory and each kernel launch costs time:
     gate, up = x through one matrix; silu(gate) × up                  one kernel
     x through down_proj
 
+(In Gemma the results of attention and MLP are normalised too, before they are added: two kernels more.)
+
 A step's numbers (token ids, positions, ...) go to the device as one tensor. The block tables are already there: each
 step's differences update them (`block_table.DeviceTables`), and slots are looked up in them on the device. While the
 same sequences continue, the other numbers are there too, and each position increases by one.
@@ -129,21 +131,43 @@ class Weights:
             embed = matrices[embedding].rows
         elif "model.embed_tokens.weight" in weights:
             embed = _tensor(weights, "model.embed_tokens").__getitem__
+        if embed and config.gemma:
+            embed = ScaledEmbedding(embed, math.sqrt(config.hidden_size))
+        before_attention, after_attention, before_mlp, after_mlp = config.layer_norms
+
+        def norm_of(prefix: str, name: str | None) -> Tensor | None:
+            return None if name is None else _tensor(weights, f"{prefix}.{name}")
+
         layers = [
             Layer(
-                input_norm=_tensor(weights, f"{prefix}.input_layernorm"),
+                input_norm=_tensor(weights, f"{prefix}.{before_attention}"),
                 qkv=linear(layer.qkv),
                 qk_norm=_qk_norm(weights, prefix) if config.qk_norm else None,
                 o=linear(layer.o),
-                post_norm=_tensor(weights, f"{prefix}.post_attention_layernorm"),
+                post_norm=_tensor(weights, f"{prefix}.{before_mlp}"),
                 gate_up=linear(layer.gate_up),
                 down=linear(layer.down),
+                attention_norm=norm_of(prefix, after_attention),
+                mlp_norm=norm_of(prefix, after_mlp),
+                sinks=_sinks(weights, prefix),
             )
             for prefix, layer in stacks.items()
         ]
         head = None if norm is None else matrices[head_stack]
         kv_scales = {name: each for name, each in weights.items() if name.endswith(("k_scale", "v_scale"))}
         return cls(embed, layers, norm, head, kv_scales)
+
+
+class ScaledEmbedding:
+    """An embedding whose rows are multiplied by a factor, which is rounded to their type first."""
+
+    def __init__(self, rows: Callable[[Tensor], Tensor], factor: float) -> None:
+        self._rows, self._factor = rows, factor
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """Map token ids [tokens] to [tokens, hidden]."""
+        x = self._rows(token_ids)
+        return x * torch.tensor(self._factor, dtype=x.dtype)
 
 
 Stack = tuple[str, ...]
@@ -195,6 +219,12 @@ def _qk_norm(weights: Mapping[str, Tensor | StoredMatrix], prefix: str) -> Tenso
     return torch.stack([_tensor(weights, f"{prefix}.self_attn.{name}") for name in ("q_norm", "k_norm")])
 
 
+def _sinks(weights: Mapping[str, Tensor | StoredMatrix], prefix: str) -> Tensor | None:
+    """Return the sinks of a layer's heads: [heads] float32."""
+    sinks = weights.get(f"{prefix}.self_attn.sinks")
+    return sinks.float() if isinstance(sinks, Tensor) else None
+
+
 def _matrices(
     weights: Mapping[str, Tensor | StoredMatrix], stacks: list[Stack], like: Tensor, kernels: LlamaKernels
 ) -> dict[Stack, Matrix]:
@@ -222,7 +252,8 @@ def _matrices(
 class Llama(Runner):
     """A runner of a Llama's steps: it moves blocks in `kv_cache`, computes logits, and chooses tokens.
 
-    Related models run too: Mistral, Qwen2 (biases) and Qwen3 (norms of queries and keys). See `models/config.py`.
+    It also runs Mistral (windows), Qwen2 (biases), Qwen3 (norms of queries and keys), and Gemma 2 and 3 (all of these
+    but biases, and more; on a CPU only). See `models/config.py`.
     """
 
     chooses = True
@@ -247,13 +278,21 @@ class Llama(Runner):
         self.kv_cache = kv_cache
         self.kernels = kv_cache.kernels
         self.weights = weights if isinstance(weights, Weights) else Weights.of(config, weights, self.kernels)
-        self.scale = 1 / math.sqrt(config.head_dim)  # of attention scores
+        self.scale = 1 / math.sqrt(config.query_pre_attn_scalar or config.head_dim)  # of attention scores
         views = [kv_cache.layer(i) for i in range(len(self.weights.layers))]
         longest = config.max_position_embeddings if max_model_len is None else max_model_len
-        self.cos, self.sin = rotary_tables(config, longest, kv_cache.device)
-        heads, eps = config.num_attention_heads, config.rms_norm_eps
         layers = self.weights.layers
-        self._one_call = self.kernels.in_one_call(layers, views, heads, self.cos, self.sin, self.scale, eps)
+        windows = [config.window(i) for i in range(len(layers))]
+        # Each layer's window, where a sequence can be longer.
+        self.windows = [None if window is None or window >= longest else window for window in windows]
+        # Each layer's cos and sin. Gemma 3 has other rotary frequencies in layers with a window.
+        ropes = {config.rope(window): window for window in windows}
+        tables = {rope: rotary_tables(config, longest, kv_cache.device, each) for rope, each in ropes.items()}
+        self.rotations = [tables[config.rope(window)] for window in windows]
+        self._one_call = None
+        if not config.gemma:  # the call knows no soft caps, GELU and norms of results
+            heads, eps, angles = config.num_attention_heads, config.rms_norm_eps, self.rotations[0]
+            self._one_call = self.kernels.in_one_call(layers, views, self.windows, heads, *angles, self.scale, eps)
         max_blocks = min(-(-longest // kv_cache.block_size), kv_cache.num_blocks)
         self.mirrors = PerLane(Mirror)
         self.mirror = Mirror()  # the mirror of the lane of the current step
@@ -403,6 +442,7 @@ class Llama(Runner):
         if self._one_call and own_kernels and tokens.num_decoding == len(residual) <= self._one_call.most_tokens:
             where = tokens.positions, slots, tokens.tables, tokens.rows, tokens.context_lens, shared
             return self._leave(tokens, self._one_call(residual, *where), residual)
+        activate = kernels.geglu if self.config.gemma else kernels.swiglu
         x = kernels.rms_norm(residual, weights.layers[0].input_norm, eps)  # [tokens, hidden]
         for i, layer in enumerate(weights.layers):
             if i:
@@ -411,8 +451,7 @@ class Llama(Runner):
             keys, values = self.kv_cache.layer(i)
             q = kernels.rope_and_write(
                 qkv,
-                self.cos,
-                self.sin,
+                *self.rotations[i],
                 tokens.positions,
                 slots,
                 keys,
@@ -435,10 +474,17 @@ class Llama(Runner):
                 num_decoding=tokens.num_decoding,
                 max_query_len=tokens.max_query_len,
                 shared=shared,
+                window=self.windows[i],
+                soft_cap=self.config.attn_logit_softcapping,
+                sinks=layer.sinks,
             )  # [tokens, heads, head_dim]
             x = layer.o(x.view(len(x), -1))  # [tokens, hidden]
+            if layer.attention_norm is not None:
+                x = kernels.rms_norm(x, layer.attention_norm, eps)
             x = kernels.add_rms_norm(x, residual, layer.post_norm, eps)
-            x = layer.down(kernels.swiglu(layer.gate_up(x)))  # [tokens, hidden]
+            x = layer.down(activate(layer.gate_up(x)))  # [tokens, hidden]
+            if layer.mlp_norm is not None:
+                x = kernels.rms_norm(x, layer.mlp_norm, eps)
         return self._leave(tokens, x, residual)
 
     def _with_shared(self, tokens: FlatBatch, batch: Batch) -> FlatBatch:
@@ -484,7 +530,9 @@ class Llama(Runner):
         weights = self.weights
         assert weights.norm is not None
         assert weights.head is not None
-        return weights.head(self.kernels.add_rms_norm(x, residual, weights.norm, self.config.rms_norm_eps))
+        logits = weights.head(self.kernels.add_rms_norm(x, residual, weights.norm, self.config.rms_norm_eps))
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else (cap * torch.tanh(logits.float() / cap)).to(logits.dtype)
 
     def warm_up(self) -> None:
         """Run small examples of all work that serving may need, so that kernels compile now and not while requests
@@ -505,7 +553,7 @@ class Llama(Runner):
     def _warm_up_kernels(self) -> None:
         """Run prompts for all tile sizes, the largest number of sequences, a fork, and block moves."""
         cache = self.kv_cache
-        most_tokens = min(len(self.cos), cache.num_blocks * cache.block_size)
+        most_tokens = min(len(self.rotations[0][0]), cache.num_blocks * cache.block_size)
         most_seqs = self.tables.max_rows // 2
         hidden = self.weights.layers[0].input_norm.new_zeros(max(PROMPT_LENGTHS), self.config.hidden_size)
         for length in sorted({min(length, most_tokens) for length in PROMPT_LENGTHS}):

@@ -10,10 +10,15 @@ from torch import Tensor
 from minipaged.models.config import ModelConfig
 
 
-def rotary_tables(config: ModelConfig, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of every angle position × frequency: [num_positions, head_dim / 2] float32 each."""
+def rotary_tables(
+    config: ModelConfig, num_positions: int, device: torch.device, window: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of every angle position × frequency: [num_positions, head_dim / 2] float32 each.
+
+    `window`: as in `inverse_frequencies`.
+    """
     positions = torch.arange(num_positions, dtype=torch.float32)[:, None]  # [positions, 1]
-    angles = positions * inverse_frequencies(config)  # [positions, head_dim / 2], float32 as in transformers
+    angles = positions * inverse_frequencies(config, window)  # [positions, head_dim / 2], float32 as in transformers
     return angles.cos().to(device), angles.sin().to(device)
 
 

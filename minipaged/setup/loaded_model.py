@@ -117,8 +117,8 @@ def check_length(config: ModelConfig, max_model_len: int | None, tier: DeviceTie
     if tier and context < made_for:
         why = (
             f"this model attends to the last {context} tokens only (its sliding window), and the {tier.name} tier "
-            f"applies no sliding window yet; give {context} or less, where this makes no difference, or use "
-            "tier='reference'"
+            f"applies no sliding window on a GPU yet; give {context} or less, where this makes no difference, or use "
+            "device='cpu'"
         )
     raise InvalidRequest(f"max_model_len is {max_model_len}; {why}")
 

@@ -90,15 +90,17 @@ class FastTier(DeviceTier):
         return most_threads()
 
     def context_length(self, config: ModelConfig) -> int:
-        """The longest sequence: as long as the shortest window, because attention applies none. Up to there it makes no
-        difference."""
+        """The longest sequence. On a GPU as long as the shortest window, because attention applies none there. Up to
+        there it makes no difference."""
+        if self.device == "cpu":
+            return config.max_position_embeddings
         windows = [window for window in config.layer_windows if window is not None]
         return min([config.max_position_embeddings, *windows])
 
     def for_model(self, config: ModelConfig, device: str, dtype: str) -> FastTier:
-        if config.gemma:
-            raise InvalidRequest("the fast tier does not run Gemma models yet; use tier='reference'")
-        problem = self._shape_problem(config) if self.device == "cuda" else None
+        problem = None
+        if self.device == "cuda":
+            problem = "its kernels do not run Gemma models yet" if config.gemma else self._shape_problem(config)
         if problem is None:
             return self
         if device == "cuda":

@@ -1,10 +1,12 @@
 """Models whose layers forget serve what transformers computes, far beyond their windows.
 
-The windows are no multiples of a block, and the prompts' chunks cut them. Only the reference tier computes them so far.
+The windows are no multiples of a block, and the prompts' chunks cut them. In the fast tier only a CPU computes them so
+far.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,12 @@ import torch
 from minipaged import LLM, SamplingParams
 from minipaged.errors import InvalidRequest, ModelError
 from minipaged.llm import LoadedModel
+from minipaged.models.loading import load_config
 from minipaged.models.quantized.recipe import Recipe
 from minipaged.quantizing.checkpoint import quantize
 from minipaged.recordings.replay_steps import logits_of
+from minipaged.setup.loaded_model import check_length
+from minipaged.tiers.fast import FastTier
 from tests.end_to_end.small_llama import make_small_llama
 from tests.end_to_end.ties import check_same_or_tied
 from tests.end_to_end.yardstick import greedy, last_logits, load
@@ -58,14 +63,16 @@ def expected(model: Path) -> list[list[int]]:
     return [greedy(theirs, prompt, MAX_TOKENS) for prompt in PROMPTS]
 
 
+@pytest.mark.parametrize("tier", ["fast", "reference"])
 @pytest.mark.parametrize(
     ("preemption", "block_size", "chunk"), [("recompute", 4, 7), ("swap", 3, 16), ("recompute", 16, 64)]
 )
 def test_a_crowd_is_told_what_transformers_says(
-    model: Path, expected: list[list[int]], preemption: str, block_size: int, chunk: int
+    model: Path, expected: list[list[int]], preemption: str, block_size: int, chunk: int, tier: str
 ) -> None:
     sizes = {"block_size": block_size, "num_blocks": 96 // block_size, "num_swap_blocks": 160 // block_size}
-    llm = LLM(model, tier="reference", debug=True, preemption=preemption, max_num_batched_tokens=chunk, **sizes)
+    on = {"tier": tier, "device": "cpu", "dtype": "float32"}
+    llm = LLM(model, debug=True, preemption=preemption, max_num_batched_tokens=chunk, **sizes, **on)
     for _ in range(2):  # the second time the cache knows them
         outputs = llm.generate(PROMPTS, PARAMS)
         for prompt, output, theirs in zip(PROMPTS, outputs, expected, strict=True):
@@ -75,10 +82,12 @@ def test_a_crowd_is_told_what_transformers_says(
     assert getattr(stats, f"preempted_by_{preemption}") > 0
 
 
+@pytest.mark.parametrize("tier", ["fast", "reference"])
 @pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1, 4 * WINDOW])
-def test_logits_are_those_of_transformers(model: Path, length: int) -> None:
+def test_logits_are_those_of_transformers(model: Path, length: int, tier: str) -> None:
     tokens = [*STEM, *range(60, 71)][:length]
-    theirs, ours = last_logits(load(model), tokens), logits_of(LoadedModel.load(model, "reference"), tokens)
+    loaded = LoadedModel.load(model, tier, device="cpu", dtype="float32")
+    theirs, ours = last_logits(load(model), tokens), logits_of(loaded, tokens)
     assert np.linalg.norm(ours - theirs) < 1e-4 * np.linalg.norm(theirs)
 
 
@@ -96,23 +105,27 @@ def test_norms_of_a_gemma_are_not_rounded_when_1_is_added(tmp_path: Path) -> Non
     assert np.linalg.norm(ours - theirs) < 1e-5 * np.linalg.norm(theirs)
 
 
-def test_the_reference_serves_a_mistral_up_to_its_maximum_and_the_fast_tier_up_to_its_window(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tier", ["fast", "reference"])
+def test_a_mistral_is_served_up_to_its_maximum(tmp_path: Path, tier: str) -> None:
     folder = make_small_llama(tmp_path, model_type="mistral", sliding_window=WINDOW)
-    assert LLM(folder, tier="reference", num_blocks=30).config.max_model_len == 256
-    assert LLM(folder, tier="fast", device="cpu", num_blocks=30).config.max_model_len == WINDOW
+    assert LLM(folder, tier=tier, device="cpu", num_blocks=30).config.max_model_len == 256
     with pytest.raises(InvalidRequest, match="max_model_len is 257; this model was made for at most 256 tokens"):
-        LLM(folder, tier="reference", num_blocks=30, max_model_len=257)
-    says = rf"max_model_len is 12.*last {WINDOW} tokens.*sliding window.*fast tier.*tier='reference'"
+        LLM(folder, tier=tier, device="cpu", num_blocks=30, max_model_len=257)
+
+
+def test_a_gpu_serves_a_mistral_up_to_its_window_and_no_gemma(tmp_path: Path) -> None:
+    """Said without a GPU: the tier of one decides before it touches it."""
+    gpu = dataclasses.replace(FastTier.on("cpu", "float32"), device="cuda")
+    mistral = load_config(make_small_llama(tmp_path / "mistral", model_type="mistral", sliding_window=WINDOW))
+    assert gpu.context_length(mistral) == WINDOW
+    says = rf"max_model_len is 12.*last {WINDOW} tokens.*sliding window.*fast tier.*GPU.*use device='cpu'"
     with pytest.raises(InvalidRequest, match=says):
-        LLM(folder, tier="fast", device="cpu", num_blocks=30, max_model_len=WINDOW + 1)
-
-
-@pytest.mark.parametrize("tier", ["fast", "auto"])
-@pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text"])
-def test_the_fast_tier_refuses_a_gemma(tmp_path: Path, model_type: str, tier: str) -> None:
-    folder = make_small_llama(tmp_path, model_type=model_type, head_dim=16)
-    with pytest.raises(InvalidRequest, match=r"fast tier does not run Gemma.*use tier='reference'"):
-        LLM(folder, tier=tier, device="cpu", num_blocks=30)
+        check_length(mistral, WINDOW + 1, gpu)
+    for model_type in ("gemma2", "gemma3_text"):
+        gemma = load_config(make_small_llama(tmp_path / model_type, model_type=model_type, head_dim=16))
+        with pytest.raises(InvalidRequest, match=r"do not run Gemma.*use device='cpu'"):
+            gpu.for_model(gemma, "cuda", "float32")
+        assert gpu.for_model(gemma, "auto", "float32").device == "cpu"
 
 
 def test_a_gemma_is_not_quantized(tmp_path: Path) -> None:

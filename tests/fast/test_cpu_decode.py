@@ -12,7 +12,7 @@ from numba import njit
 from minipaged.fast.cpu.decode import GROUPS, TILE, add_values, score_tile
 from minipaged.fast.cpu.vectors import number_type
 from tests.effort import examples
-from tests.fast.test_cpu_prefill import WAYS, attended, check, make
+from tests.fast.test_cpu_prefill import WAYS, attended, check, make, more
 
 pytestmark = pytest.mark.skipif(not isinstance(number_type(torch.bfloat16), np.uint16), reason="not on this processor")
 
@@ -30,6 +30,7 @@ def test_random_batches_are_exact_within_rounding(data: st.DataObject) -> None:
         head_dim=data.draw(st.sampled_from([32, 64, 96, 128, 256])),
         spread=data.draw(st.sampled_from([0.1, 1.0, 30.0])),
         seed=data.draw(st.integers(0, 2**32)),
+        **data.draw(more),
     )
     check("pairs", arguments)
 
@@ -47,7 +48,7 @@ def test_another_sequences_nan_stays_there() -> None:
 
 @njit
 def one_tile(q, keys, values, size, group, head_dim, scale, p, o, m_l):
-    score_tile(q, keys, size, group, head_dim, scale, p, o, m_l)
+    score_tile(q, keys, size, group, head_dim, scale, np.float32(0), p, o, m_l)
     add_values(values, size, group, head_dim, p, o)
 
 

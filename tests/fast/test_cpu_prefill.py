@@ -38,6 +38,14 @@ WAYS = {
 """A model's type, and what products are computed with (`number_type`)."""
 on_every_way = pytest.mark.parametrize("way", WAYS)
 Arguments = tuple[Tensor, Paged, Tensor, float]
+more = st.fixed_dictionaries(
+    {
+        "window": st.none() | st.integers(1, 9) | st.integers(1, 300),
+        "soft_cap": st.sampled_from([None, 0.5, 20.0]),
+        "sinks": st.booleans(),
+    }
+)
+"""What some layers have more, as `make` takes it."""
 
 
 def make(
@@ -50,8 +58,12 @@ def make(
     head_dim: int = 64,
     spread: float = 1.0,
     seed: int = 0,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: bool = False,
 ) -> Arguments:
-    """What `paged_prefill` takes. `sizes`: context and queries of each sequence. Slots without a token are NaN."""
+    """What `paged_prefill` takes. `sizes`: context and queries of each sequence. Slots without a token are NaN. Blocks
+    that lie before the window are not in the tables, nor is any other block beside the window's."""
     random = torch.Generator().manual_seed(seed)
     num_blocks = [-(-context // block_size) for context, _ in sizes]
     pool = torch.full((sum(num_blocks), 2, kv_heads, block_size, head_dim), torch.nan, dtype=dtype)
@@ -62,15 +74,22 @@ def make(
     for s, (context, _) in enumerate(sizes):
         table = tables[rows[s]]
         table[: num_blocks[s]] = places[s]
+        num_queries = sizes[s][1]
         position = torch.arange(context)
         block, offset = table.long()[position // block_size], position % block_size
         for each in (keys, values):
             each[block, :, offset] = torch.randn(context, kv_heads, head_dim, generator=random).to(dtype)
+        if window is not None:
+            first = max(0, context - num_queries + 1 - window)
+            pool[block[:first], :, :, offset[:first]] = torch.nan
+            table[: first // block_size] = -1
     lens = torch.tensor([queries for _, queries in sizes])
     query = spread * torch.randn(int(lens.sum()), kv_heads * group, head_dim, generator=random)
     start = torch.cat([torch.zeros(1), lens.cumsum(0)]).int()
     contexts = torch.tensor([context for context, _ in sizes], dtype=torch.int32)
-    return query.to(dtype), Paged(keys, values, tables, rows, contexts), start, head_dim**-0.5
+    logits = 3 * torch.randn(kv_heads * group, generator=random) if sinks else None
+    paged = Paged(keys, values, tables, rows, contexts, window=window, soft_cap=soft_cap, sinks=logits)
+    return query.to(dtype), paged, start, head_dim**-0.5
 
 
 def number_of(way: str) -> np.uint16 | np.float32 | None:
@@ -109,7 +128,8 @@ def check(way: str, arguments: Arguments) -> None:
 def expected(arguments: Arguments) -> tuple[Tensor, Tensor, float]:
     """Attention in float64; the same with the values' absolutes; and the most that a score's terms add up to, with
     theirs."""
-    query, (keys, values, tables, rows, contexts, *_), start, scale = arguments
+    query, paged, start, scale = arguments
+    keys, values, tables, rows, contexts, *_ = paged
     group = query.shape[1] // keys.shape[1]
     (exact, size), terms = torch.empty(2, *query.shape, dtype=torch.float64), 0.0
     for s, context in enumerate(contexts.tolist()):
@@ -120,8 +140,17 @@ def expected(arguments: Arguments) -> tuple[Tensor, Tensor, float]:
         )  # [heads, context, head_dim]
         own = slice(int(start[s]), int(start[s + 1]))
         q = query[own].double().transpose(0, 1)  # [heads, queries, head_dim]
-        later = torch.ones(q.shape[1], context, dtype=torch.bool).triu(context - q.shape[1] + 1)
-        weights = (q @ K.mT * scale).masked_fill(later, -torch.inf).softmax(-1)
+        distance = torch.arange(context - q.shape[1], context)[:, None] - torch.arange(context)  # [queries, context]
+        seen = (distance >= 0) & (distance < (paged.window or context))
+        for each in (K, V):
+            each[:, ~seen.any(0)] = 0  # in blocks that may be another's
+        scores = q @ K.mT * scale  # [heads, queries, context]
+        if paged.soft_cap is not None:
+            scores = paged.soft_cap * torch.tanh(scores / paged.soft_cap)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if paged.sinks is not None:
+            scores = torch.cat([scores, paged.sinks[:, None, None].expand(-1, q.shape[1], 1)], -1)
+        weights = scores.softmax(-1)[:, :, :context]
         terms = max(terms, float((q.abs() @ K.abs().mT * scale).max()))
         exact[own], size[own] = (weights @ V).transpose(0, 1), (weights @ V.abs()).transpose(0, 1)
     return exact, size, terms
@@ -142,8 +171,18 @@ def test_random_batches_are_exact_within_rounding(way: str, data: st.DataObject)
         head_dim=data.draw(st.sampled_from([4, 8, 20, 64, 80, 128, 256])),
         spread=data.draw(st.sampled_from([0.1, 1.0, 30.0])),
         seed=data.draw(st.integers(0, 2**32)),
+        **data.draw(more),
     )
     check(way, arguments)
+
+
+@pytest.mark.parametrize("window", [1, prefill.TILE - 1, prefill.TILE, prefill.TILE + 1, 150])
+@on_every_way
+def test_a_window_of_any_length(way: str, window: int) -> None:
+    """Nothing before it is read, not even the entries of a table: of whole prompts, chunks and single tokens."""
+    sizes = [(400, 400), (400, 70), (300, 1), (64, 64), (2 * window, window), (window + 1, 1)]
+    check(way, make(sizes, WAYS[way][0], window=window, sinks=True, soft_cap=5.0))
+    check(way, make(sizes, WAYS[way][0], window=window, block_size=7, head_dim=256))
 
 
 @pytest.mark.parametrize("context", [2, prefill.TILE - 1, prefill.TILE, prefill.TILE + 1, 3 * prefill.TILE])
@@ -173,10 +212,11 @@ def test_blocks_that_lie_far_apart(way: str) -> None:
     check(way, (query, Paged(*far.unbind(1), *paged[2:]), *others))
 
 
+@pytest.mark.parametrize("window", [None, 80])
 @pytest.mark.parametrize("way", ["pairs", "floats"])
-def test_a_chunk_gives_what_the_whole_prompt_gives(way: str) -> None:
+def test_a_chunk_gives_what_the_whole_prompt_gives(way: str, window: int | None) -> None:
     """To the last bit, wherever it is cut, and with any number of threads."""
-    query, paged, start, scale = make([(300, 300)], WAYS[way][0])
+    query, paged, start, scale = make([(300, 300)], WAYS[way][0], window=window)
     whole = attended(way, (query, paged, start, scale))
     before = numba.get_num_threads()
     try:
@@ -253,13 +293,14 @@ def attend_one(*arguments):  # type: ignore[no-untyped-def, untyped-decorator]
     prefill._attend(*arguments)
 
 
+@pytest.mark.parametrize("window", [None, 23, 25])
 @pytest.mark.parametrize("head_dim", [7, 20, 64, 256])
 @pytest.mark.parametrize("way", ["pairs", "floats", "widened floats"])
-def test_nothing_beside_scratch_memory_is_written(way: str, head_dim: int) -> None:
+def test_nothing_beside_scratch_memory_is_written(way: str, head_dim: int, window: int | None) -> None:
     dtype, number = WAYS[way][0], number_of(way)
     if isinstance(number, np.uint16) and head_dim % 2:
         pytest.skip("not multiplied in pairs")
-    query, paged, _, scale = make([(130, 90)], dtype, head_dim=head_dim, kv_heads=1)
+    query, paged, _, scale = make([(130, 90)], dtype, head_dim=head_dim, kv_heads=1, window=window)
     keys, values, tables, rows, contexts, *_ = paged
     pool = attention.KernelPool(
         *(keys.data_ptr(), values.data_ptr(), 0, keys.stride(0) * keys.itemsize, keys.stride(1) * keys.itemsize),
@@ -278,7 +319,7 @@ def test_nothing_beside_scratch_memory_is_written(way: str, head_dim: int) -> No
     for first in range(0, query.shape[0] * query.shape[1], prefill.ITEM):
         attend_one(
             *(as_array(query), pool, 0, tables[rows[0]].numpy(), first, prefill.ITEM, int(contexts[0])),
-            *(np.float32(scale), number, *scratch, as_array(out)),
+            *(attention.Scoring.of(paged, scale), number, *scratch, as_array(out)),
         )
     for each in memory:
         assert (each[:guard] == canary).all()

@@ -3,7 +3,7 @@
 from minipaged.fast.cpu.attention import paged_decode
 from minipaged.fast.cpu.block_table import advance_decode, edit_tables, fork_tables, slot_mapping
 from minipaged.fast.cpu.kv_cache import copy_blocks, poison_blocks, rope_and_write, write
-from minipaged.fast.cpu.llama import add_rms_norm, linears, rms_norm, swiglu
+from minipaged.fast.cpu.llama import add_rms_norm, geglu, linears, rms_norm, swiglu
 from minipaged.fast.cpu.one_call import in_one_call
 from minipaged.fast.cpu.prefill import paged_prefill
 from minipaged.fast.cpu.sampling import argmax_logsumexp, draw, largest, uniform
@@ -18,6 +18,7 @@ __all__ = [
     "draw",
     "edit_tables",
     "fork_tables",
+    "geglu",
     "in_one_call",
     "largest",
     "linears",

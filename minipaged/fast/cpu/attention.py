@@ -11,6 +11,9 @@ Sequences that begin with the same blocks (`kernels.Shared`) go through these bl
 all their queries attend to it while it is in the nearest cache. Then each goes on with its own blocks, with the running
 values (m, l, o) that it has. So there is nothing to merge, and a result has the same bits as without sharing. A pair
 that is cut between two stretches is left out, because its parts are merged.
+
+With a window, a sequence's tiles begin at the first token that its query sees. So each tile is seen as a whole, and
+nothing before the window is read.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, call-arg"
@@ -65,6 +68,24 @@ class KernelPool(NamedTuple):
         )
 
 
+class Scoring(NamedTuple):
+    """How the scores of a layer are made (`Paged`), for compiled code."""
+
+    scale: np.float32
+    window: np.int64
+    """The number of tokens that a query sees; NO_WINDOW if it sees all."""
+    soft_cap: np.float32
+    """0 if there is none."""
+    sinks: Array
+    """[heads] float32; empty if there are none."""
+
+    @classmethod
+    def of(cls, paged: Paged, scale: float) -> Scoring:
+        window = NO_WINDOW if paged.window is None else min(np.int64(paged.window), NO_WINDOW)
+        sinks = NO_SINKS if paged.sinks is None else paged.sinks.numpy()
+        return cls(np.float32(scale), window, np.float32(paged.soft_cap or 0), sinks)
+
+
 class Head(NamedTuple):
     """The location of one key/value head of a layer: the addresses of its first row and scales, and the strides."""
 
@@ -98,6 +119,8 @@ class Scratch(NamedTuple):
 SharedArrays = tuple[Array, Array, Array]
 """`Shared` for compiled code: members, starts, numbers of tokens."""
 NOTHING_SHARED: SharedArrays = np.empty(0, np.int32), np.zeros(1, np.int32), np.empty(0, np.int32)
+NO_WINDOW = np.int64(2**31 - 1)
+NO_SINKS = np.empty(0, np.float32)
 TOGETHER = 16
 """The most sequences that go through shared blocks together. Their queries, sums and weights fit the second cache."""
 AT_LEAST = 4
@@ -124,7 +147,7 @@ def paged_decode(query: Tensor, paged: Paged, scale: float) -> Tensor:
         KernelPool.of(paged.keys, paged.values, paged.scales),
         (paged.tables.numpy(), paged.rows.numpy(), paged.context_lens.numpy()),
         shared_arrays(paged.shared),
-        np.float32(scale),
+        Scoring.of(paged, scale),
         num_pieces(),
         np.float32(0) if paged.scales is not None else pairs_or_floats(query.dtype, query.shape[2]),
         as_array(out),
@@ -165,8 +188,23 @@ def exponential(x):
     return p * float_of_bits(np.uint32(np.int32(n) + np.int32(127)) << np.uint32(23))
 
 
+@inner(inline="always")
+def capped(score, cap):
+    """Return cap × tanh(score / cap), to about 1e-7 of it."""
+    x = score / cap
+    size = abs(x)
+    square = x * x
+    small = np.float32(-5.70498872745e-3) * square + np.float32(2.06390887954e-2)
+    small = small * square + np.float32(-5.37397155531e-2)
+    small = small * square + np.float32(1.33314422036e-1)
+    small = small * square + np.float32(-3.33332819422e-1)
+    large = np.float32(1) - np.float32(2) / (exponential(size + size) + np.float32(1))
+    large = large if x > np.float32(0) else -large
+    return cap * (x + x * square * small if size < np.float32(0.625) else large)
+
+
 @kernel(parallel=True, error_model="numpy")
-def _decode(query, pool, where, shared, scale, num_pieces, number, out):
+def _decode(query, pool, where, shared, scoring, num_pieces, number, out):
     """query, out: [seqs, heads, head_dim]. where: tables, rows, context_lens. shared: `SharedArrays`. number: see
     `pairs_or_floats`.
 
@@ -185,7 +223,7 @@ def _decode(query, pool, where, shared, scale, num_pieces, number, out):
     part_m_l = np.empty((num_pieces, 2, group, 2), np.float32)
     part_o = np.empty((num_pieces, 2, group, head_dim), np.float32)
     parts = part_m_l.reshape(-1, group, 2), part_o.reshape(-1, group, head_dim)
-    work, first, next_of_piece = _divide(context_lens, pool.kv_heads, part_of)
+    work, first, next_of_piece = _divide(context_lens, scoring.window, pool.kv_heads, part_of)
     chunks = _chunks(shared, pool.kv_heads, num_pieces)
     pairs = seqs * pool.kv_heads if len(chunks) else 0
     # `np.zeros` would be a parallel loop of its own here.
@@ -196,22 +234,22 @@ def _decode(query, pool, where, shared, scale, num_pieces, number, out):
         tiles_done[pair] = 0
     if pairs:  # threads meet at a parallel loop even if it has no turns
         for _ in prange(num_pieces):
-            _attend_together(query, pool, where, shared, scale, chunks, taken, part_of, number, done)
+            _attend_together(query, pool, where, shared, scoring, chunks, taken, part_of, number, done)
     for piece in prange(num_pieces):
         # After shared blocks, what is left differs from pair to pair: each thread takes the next one.
         at, end = (0, len(work)) if pairs else (piece, first[piece + 1])
-        _attend(query, pool, where, scale, work, next_of_piece[at:], end, number, done, parts, out)
+        _attend(query, pool, where, scoring, work, next_of_piece[at:], end, number, done, parts, out)
     _merge(part_of, part_m_l, part_o, pool.kv_heads, out)
 
 
 @inner()
-def _divide(context_lens, kv_heads, part_of):
+def _divide(context_lens, window, kv_heads, part_of):
     """Divide all tiles into equal pieces [num_pieces]. Returns work [n, 4]: a pair, the first tile, the end, and the
     place among the parts (-1 for a whole pair); and the first work of each piece [num_pieces + 1]. Fills part_of
     [num_pieces, 2] with the pairs that are cut."""
     total = 0
     for s in range(len(context_lens)):
-        total += (context_lens[s] + TILE - 1) // TILE * kv_heads
+        total += (min(context_lens[s], window) + TILE - 1) // TILE * kv_heads
     num_pieces = len(part_of)
     work = np.empty((len(context_lens) * kv_heads + num_pieces, 4), np.int64)
     first = np.zeros(num_pieces + 1, np.int64)
@@ -223,7 +261,7 @@ def _divide(context_lens, kv_heads, part_of):
             while start + tiles <= begin:
                 pair += 1
                 start += tiles
-                tiles = (context_lens[pair // kv_heads] + TILE - 1) // TILE
+                tiles = (min(context_lens[pair // kv_heads], window) + TILE - 1) // TILE
             stop, place = min(end, start + tiles), -1
             if begin > start or stop < start + tiles:
                 side = 0 if begin > start else 1
@@ -255,7 +293,7 @@ def _chunks(shared, kv_heads, num_pieces):
 
 
 @inner(fastmath=FASTMATH, error_model="numpy")
-def _attend_together(query, pool, where, shared, scale, chunks, taken, part_of, number, done):
+def _attend_together(query, pool, where, shared, scoring, chunks, taken, part_of, number, done):
     """Attend to the whole tiles of shared blocks, one chunk of sequences after another, until none is left. Writes to
     `done`, for each pair: the number of tiles, m and l [group, 2], and o [group, head_dim]. Pairs that are cut are left
     out."""
@@ -281,17 +319,19 @@ def _attend_together(query, pool, where, shared, scale, chunks, taken, part_of, 
                 continue
             pairs[n] = s * kv_heads + h
             for j in range(group):
+                m_l[n * group + j, 0], m_l[n * group + j, 1] = _begin(scoring, h * group + j)
                 for d in range(head_dim):
                     queries[n * group + j, d] = query[s, h * group + j, d]
             n += 1
         for row in range(most):
-            m_l[row, 0], m_l[row, 1] = LOWEST, 0
+            if row >= n * group:
+                m_l[row, 0], m_l[row, 1] = LOWEST, 0
             for d in range(head_dim):
-                q[row, d], o[row, d] = widen(queries[row, d]) * scale, 0
+                q[row, d], o[row, d] = widen(queries[row, d]) * scoring.scale, 0
         num_tiles = num_tokens[g] // TILE if n else 0
         head, table = _head(pool, h, query, head_dim), tables[rows[members[chunks[chunk, 1]]]]
         for t in range(num_tiles):
-            _attend_shared_tile(queries, head, table, t * TILE, num_tokens[g], scale, n, group, scratch, number)
+            _attend_shared_tile(queries, head, table, t * TILE, num_tokens[g], scoring, n, group, scratch, number)
         for i in range(n):
             tiles_done[pairs[i]] = num_tiles
             for j in range(group):
@@ -299,6 +339,14 @@ def _attend_together(query, pool, where, shared, scale, chunks, taken, part_of, 
                 done_m_l[pairs[i], j, 0], done_m_l[pairs[i], j, 1] = m_l[row, 0], m_l[row, 1]
                 for d in range(head_dim):
                     done_o[pairs[i], j, d] = o[row, d]
+
+
+@inner()
+def _begin(scoring, head):
+    """Return m and l of a query head before its first key."""
+    if len(scoring.sinks):
+        return scoring.sinks[head], np.float32(1)
+    return LOWEST, np.float32(0)
 
 
 @inner()
@@ -310,7 +358,7 @@ def _is_cut(part_of, pair):
 
 
 @inner(fastmath=FASTMATH, error_model="numpy")
-def _attend(query, pool, where, scale, work, taken, end, number, done, parts, out):
+def _attend(query, pool, where, scoring, work, taken, end, number, done, parts, out):
     """Do the work from the number taken[0] on, up to `end`. Write whole pairs' results to `out`, cut pairs' to
     `parts`. Pairs in `done` go on from what they have."""
     tables, rows, context_lens = where
@@ -330,12 +378,17 @@ def _attend(query, pool, where, scale, work, taken, end, number, done, parts, ou
         head, queries = _head(pool, h, query, head_dim), query[s : s + 1, h * group : (h + 1) * group]
         goes_on = len(tiles_done) > 0 and tiles_done[pair] > 0
         for g in range(group):
-            m_l[g, 0], m_l[g, 1] = (done_m_l[pair, g, 0], done_m_l[pair, g, 1]) if goes_on else (LOWEST, np.float32(0))
+            m_l[g, 0], m_l[g, 1] = LOWEST, np.float32(0)
+            if goes_on:
+                m_l[g, 0], m_l[g, 1] = done_m_l[pair, g, 0], done_m_l[pair, g, 1]
+            elif begin == 0:
+                m_l[g, 0], m_l[g, 1] = _begin(scoring, h * group + g)
             for d in range(head_dim):
-                q[g, d] = widen(queries[0, g, d]) * scale
+                q[g, d] = widen(queries[0, g, d]) * scoring.scale
                 o[g, d] = done_o[pair, g, d] if goes_on else np.float32(0)
+        seen = max(0, context_lens[s] - scoring.window)  # the first token that the query sees
         for t in range(tiles_done[pair] if goes_on else begin, stop):
-            _attend_tile(queries, head, tables[rows[s]], t * TILE, context_lens[s], scale, scratch, number)
+            _attend_tile(queries, head, tables[rows[s]], seen + t * TILE, context_lens[s], scoring, scratch, number)
         for g in range(group):
             if place < 0:
                 for d in range(head_dim):
@@ -374,7 +427,16 @@ def take(typingctx, address):
 
 
 def _attend_shared_tile(
-    queries: Any, head: Any, table: Any, start: Any, end: Any, scale: Any, n: Any, group: Any, scratch: Any, number: Any
+    queries: Any,
+    head: Any,
+    table: Any,
+    start: Any,
+    end: Any,
+    scoring: Any,
+    n: Any,
+    group: Any,
+    scratch: Any,
+    number: Any,
 ) -> None:
     """Attend to the TILE keys from position `start` on, with the queries [n * group, head_dim] of n sequences. `end`:
     of the shared tokens. Only for compiled code, like `_attend_tile`."""
@@ -382,8 +444,8 @@ def _attend_shared_tile(
 
 
 @overload(_attend_shared_tile, jit_options={"fastmath": False})
-def _attend_shared_tile_as(queries, head, table, start, end, scale, n, group, scratch, number):
-    def pairs(queries, head, table, start, end, scale, n, group, scratch, number):
+def _attend_shared_tile_as(queries, head, table, start, end, scoring, n, group, scratch, number):
+    def pairs(queries, head, table, start, end, scoring, n, group, scratch, number):
         size, next_size, head_dim = np.int64(TILE), min(TILE, end - start - TILE), np.int64(queries.shape[1])
         places, rows, turned = scratch.places, np.int64(n * group), scratch.tile.ctypes.data
         q, p, o = queries.ctypes.data, scratch.p.ctypes.data, scratch.o.ctypes.data
@@ -395,7 +457,8 @@ def _attend_shared_tile_as(queries, head, table, start, end, scale, n, group, sc
             _prefetch_tile(head.v, head.block_stride, head.block_size, table, start + a, z - a, head.row_bytes)
             score_turned(
                 *(q + i * head_dim * 2, turned, np.int64(SCORED), head_dim),
-                *(scale, p + i * TILE * 2, o + i * head_dim * 4, scratch.m_l.ctypes.data + i * 8),
+                *(scoring.scale, scoring.soft_cap),
+                *(p + i * TILE * 2, o + i * head_dim * 4, scratch.m_l.ctypes.data + i * 8),
             )
         for j in range(TILE):
             places[j] += head.v - head.k
@@ -407,15 +470,15 @@ def _attend_shared_tile_as(queries, head, table, start, end, scale, n, group, sc
                 *(p + i * TILE * 2, o + i * head_dim * 4),
             )
 
-    def floats(queries, head, table, start, end, scale, n, group, scratch, number):
+    def floats(queries, head, table, start, end, scoring, n, group, scratch, number):
         next_size, like = min(TILE, end - start - TILE), queries.reshape(1, queries.shape[0], queries.shape[1])
         k, v, kind, block_stride, block_size = head.k, head.v, head.kind, head.block_stride, head.block_size
         q, o, m_l, p, tile = scratch.q, scratch.o, scratch.m_l, scratch.p, scratch.tile
         read_tile(k, head.k_scales, kind, block_stride, block_size, table, start, TILE, like, tile)
         _prefetch_tile(v, block_stride, block_size, table, start, TILE, head.row_bytes)
         for i in range(0, n * group, group):  # each sequence by itself, for the same bits as without sharing
-            own = m_l[i : i + group]
-            _take_scores(q[i : i + group], tile, TILE, own[:, 0], own[:, 1], o[i : i + group], p[i : i + group])
+            own, cap = m_l[i : i + group], scoring.soft_cap
+            _take_scores(q[i : i + group], tile, TILE, cap, own[:, 0], own[:, 1], o[i : i + group], p[i : i + group])
         read_tile(v, head.v_scales, kind, block_stride, block_size, table, start, TILE, like, tile)
         _prefetch_tile(k, block_stride, block_size, table, start + TILE, next_size, head.row_bytes)
         for i in range(0, n * group, group):
@@ -425,7 +488,7 @@ def _attend_shared_tile_as(queries, head, table, start, end, scale, n, group, sc
 
 
 def _attend_tile(
-    queries: Any, head: Any, table: Any, start: Any, context_len: Any, scale: Any, scratch: Any, number: Any
+    queries: Any, head: Any, table: Any, start: Any, context_len: Any, scoring: Any, scratch: Any, number: Any
 ) -> None:
     """Attend to up to TILE keys from position `start` on, with a sequence's queries [1, group, head_dim]. Only for
     compiled code."""
@@ -433,8 +496,8 @@ def _attend_tile(
 
 
 @overload(_attend_tile, jit_options={"fastmath": False})
-def _attend_tile_as(queries, head, table, start, context_len, scale, scratch, number):
-    def pairs(queries, head, table, start, context_len, scale, scratch, number):
+def _attend_tile_as(queries, head, table, start, context_len, scoring, scratch, number):
+    def pairs(queries, head, table, start, context_len, scoring, scratch, number):
         size, next_size = min(TILE, context_len - start), min(TILE, context_len - start - TILE)
         _, group, head_dim = queries.shape
         places, p, o = scratch.places, scratch.p.ctypes.data, scratch.o.ctypes.data
@@ -442,20 +505,20 @@ def _attend_tile_as(queries, head, table, start, context_len, scale, scratch, nu
         _prefetch_tile(head.v, head.block_stride, head.block_size, table, start, size, head.row_bytes)
         score_tile(
             *(queries.ctypes.data, places.ctypes.data, np.int64(size), group, head_dim),
-            *(scale, p, o, scratch.m_l.ctypes.data),
+            *(scoring.scale, scoring.soft_cap, p, o, scratch.m_l.ctypes.data),
         )
         for j in range(TILE):
             places[j] += head.v - head.k
         _prefetch_tile(head.k, head.block_stride, head.block_size, table, start + TILE, next_size, head.row_bytes)
         add_values(places.ctypes.data, np.int64(size), group, head_dim, p, o)
 
-    def floats(queries, head, table, start, context_len, scale, scratch, number):
+    def floats(queries, head, table, start, context_len, scoring, scratch, number):
         size, next_size = min(TILE, context_len - start), min(TILE, context_len - start - TILE)
         k, v, kind, block_stride, block_size = head.k, head.v, head.kind, head.block_stride, head.block_size
         tile, p, o = scratch.tile, scratch.p, scratch.o
         read_tile(k, head.k_scales, kind, block_stride, block_size, table, start, size, queries, tile)
         _prefetch_tile(v, block_stride, block_size, table, start, size, head.row_bytes)
-        _take_scores(scratch.q, tile, size, scratch.m_l[:, 0], scratch.m_l[:, 1], o, p)
+        _take_scores(scratch.q, tile, size, scoring.soft_cap, scratch.m_l[:, 0], scratch.m_l[:, 1], o, p)
         read_tile(v, head.v_scales, kind, block_stride, block_size, table, start, size, queries, tile)
         _prefetch_tile(k, block_stride, block_size, table, start + TILE, next_size, head.row_bytes)
         _take_values(p, tile, size, o)
@@ -508,9 +571,8 @@ def read_tile(pool, scales, kind, block_stride, block_size, table, start, size, 
                 for d in range(head_dim):
                     tile[j + i, d] = widen(source[i * head_dim + d])
         j, block, offset = j + there, block + 1, 0
-    for rest in range(
-        size, (size + STEP - 1) // STEP * STEP
-    ):  # their weight is 0 in `_take_values`, but 0 times a leftover NaN of another sequence is NaN
+    # Their weight is 0 in `_take_values`, but 0 times a leftover NaN of another sequence is NaN.
+    for rest in range(size, min((size + STEP - 1) // STEP * STEP, len(tile))):
         for d in range(head_dim):
             tile[rest, d] = 0
 
@@ -526,8 +588,9 @@ def _read_codes(codes, scales, first, tile):
 
 
 @loop(fastmath=FASTMATH, error_model="numpy")
-def _take_scores(q, tile, size, m, l, o, p):  # noqa: E741
-    """Score `size` keys against the group's queries. Update m, l and o, and write the weights to p [group, TILE]."""
+def _take_scores(q, tile, size, cap, m, l, o, p):  # noqa: E741
+    """Score `size` keys against the group's queries, with a soft cap unless it is 0. Update m, l and o, and write the
+    weights to p [group, TILE]."""
     group, head_dim = q.shape
     threes = group - group % 3
     for g in range(0, threes, 3):
@@ -538,6 +601,9 @@ def _take_scores(q, tile, size, m, l, o, p):  # noqa: E741
             for d in range(head_dim):
                 score += q[g, d] * tile[j, d]
             p[g, j] = score
+    for g in range(group if cap > 0 else 0):
+        for j in range(size):
+            p[g, j] = capped(p[g, j], cap)
     for g in range(group):
         m_new = m[g]
         for j in range(size):

@@ -95,7 +95,7 @@ def layers(dtype: torch.dtype) -> Iterator[None]:
     qkv_matrix, o, gate_up, down = matrices
     layer = Layer(weight[0], qkv_matrix, None, o, weight[0], gate_up, down)
     angles = torch.zeros(1, HEAD_DIM // 2)
-    run = cpu.in_one_call([layer], [(keys, values)], 1, angles, angles, 1.0, 1e-5)
+    run = cpu.in_one_call([layer], [(keys, values)], [None], 1, angles, angles, 1.0, 1e-5)
     assert run is not None
     run(x, one, one, one[:, None], one, one + 1)
     yield

@@ -37,19 +37,20 @@ SCORED = 4
 
 
 @intrinsic
-def score_tile(typingctx, q, keys, size, group, head_dim, scale, p, o, m_l):
+def score_tile(typingctx, q, keys, size, group, head_dim, scale, cap, p, o, m_l):
     """Score `size` keys, at most TILE, against the `group` queries q [group, head_dim].
 
     Writes the weights as bfloat16 to p [group, TILE], updates m_l [group, 2] (largest score, sum of weights) and scales
     o [group, head_dim] to the new largest score. q, keys, p, o and m_l are addresses. All arguments are int64, except
-    `scale`, a float32. `keys` is an array of the addresses of TILE keys; those past `size` may be of any readable key.
+    `scale` and `cap` (the soft cap, 0 for none), float32. `keys` is an array of the addresses of TILE keys; those past
+    `size` may be of any readable key.
     """
 
     def codegen(context, builder, signature, arguments):
         Decode(builder, *arguments[3:5]).take_scores(*arguments[:3], *arguments[5:])
         return context.get_dummy_value()
 
-    return types.none(*[types.int64] * 5, types.float32, *[types.int64] * 3), codegen
+    return types.none(*[types.int64] * 5, *[types.float32] * 2, *[types.int64] * 3), codegen
 
 
 @intrinsic
@@ -64,14 +65,14 @@ def turn_keys(typingctx, keys, head_dim, turned):
 
 
 @intrinsic
-def score_turned(typingctx, q, turned, num_queries, head_dim, scale, p, o, m_l):
+def score_turned(typingctx, q, turned, num_queries, head_dim, scale, cap, p, o, m_l):
     """Score TILE turned keys against `num_queries` queries, a multiple of SCORED. Writes what `score_tile` writes."""
 
     def codegen(context, builder, signature, arguments):
         Decode(builder, *arguments[2:4]).take_turned_scores(*arguments[:2], *arguments[4:])
         return context.get_dummy_value()
 
-    return types.none(*[types.int64] * 4, types.float32, *[types.int64] * 3), codegen
+    return types.none(*[types.int64] * 4, *[types.float32] * 2, *[types.int64] * 3), codegen
 
 
 @intrinsic
@@ -94,7 +95,7 @@ class Decode(Vectors):
         self.row_bytes = builder.mul(head_dim, BITS64(2))
         self.pieces = builder.lshr(head_dim, BITS64(5))  # vectors of a key
 
-    def take_scores(self, q, keys, size, scale, p, o, m_l) -> None:
+    def take_scores(self, q, keys, size, scale, cap, p, o, m_l) -> None:
         b = self.builder
         chunks = b.lshr(b.add(size, BITS64(LANES - 1)), BITS64(4))
         lanes = ir.Constant(INTEGERS, list(range(LANES)))
@@ -108,9 +109,12 @@ class Decode(Vectors):
             b.store(self.spread(before), highest)
             with cgutils.for_range(b, chunks) as loop:
                 first = b.mul(loop.index, BITS64(LANES))
-                score = b.fmul(self.joined(self.products(query, self.place(keys, first, 8))), scale)
+                score = self.variable()
+                b.store(b.fmul(self.joined(self.products(query, self.place(keys, first, 8))), scale), score)
+                with self.where_capped(cap):
+                    b.store(self.capped(b.load(score), cap), score)
                 there = b.icmp_signed("<", lanes, self.spread(b.trunc(b.sub(size, first), BITS32)))
-                score = b.select(there, score, self.all_of(FLOATS, -math.inf))
+                score = b.select(there, b.load(score), self.all_of(FLOATS, -math.inf))
                 b.store(score, b.gep(vectors, [loop.index]))
                 self.raise_to(highest, score)
             self.take_weights(queries.index, vectors, chunks, before, highest, p, o, at)
@@ -175,7 +179,7 @@ class Decode(Vectors):
             half //= 2
         return rows
 
-    def take_turned_scores(self, q, turned, scale, p, o, m_l) -> None:
+    def take_turned_scores(self, q, turned, scale, cap, p, o, m_l) -> None:
         b, chunks = self.builder, TILE // LANES
         vectors = [cgutils.alloca_once(b, FLOATS, chunks) for _ in range(SCORED)]  # the scores of some queries
         scale = self.spread(scale)
@@ -197,8 +201,21 @@ class Decode(Vectors):
                         number = b.add(b.mul(loop.index, BITS64(2)), BITS64(c))
                         b.store(score, b.gep(vectors[i], [number]))
                         self.raise_to(highest[i], score)
+            with self.where_capped(cap):
+                for i, m in enumerate(before):
+                    self.cap_scores(vectors[i], cap, m, highest[i])
             for i, number in enumerate(numbers):
                 self.take_weights(number, vectors[i], BITS64(chunks), before[i], highest[i], p, o, places[i])
+
+    def cap_scores(self, vectors, cap, before, highest) -> None:
+        """Cap a query's scores of a whole tile, and find the largest again."""
+        b = self.builder
+        b.store(self.spread(before), highest)
+        with cgutils.for_range(b, BITS64(TILE // LANES)) as loop:
+            at = b.gep(vectors, [loop.index])
+            score = self.capped(b.load(at), cap)
+            b.store(score, at)
+            self.raise_to(highest, score)
 
     def turned_products(self, queries, chunks):
         """Return for each of some queries, and each chunk of LANES turned keys, a vector of the scores, before the

@@ -138,6 +138,13 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return out
 
 
+def geglu(gate_up: Tensor) -> Tensor:
+    """See `minipaged.fast.kernels`."""
+    out = torch.empty(len(gate_up), gate_up.shape[1] // 2, dtype=gate_up.dtype)
+    _geglu(as_array(gate_up), as_array(out))
+    return out
+
+
 @kernel(parallel=True, fastmath=FASTMATH)
 def multiply(x_address, tokens, weight_address, rows, size, like, num_threads, out_address):
     """Multiply x [tokens, size] by weight [rows, size] to out [tokens, rows], all of the type of `like`. Each is passed
@@ -212,3 +219,22 @@ def activate(gate, up, out):
     for i in range(len(out)):
         z = widen(gate[i])
         out[i] = narrow(z / (np.float32(1) + exponential(-z)) * widen(up[i]), out[0])
+
+
+@kernel(parallel=True)
+def _geglu(gate_up, out):
+    size = out.shape[1]
+    if len(out) <= FEW_ROWS:
+        for token in range(len(out)):
+            activate_by_gelu(gate_up[token, :size], gate_up[token, size:], out[token])
+    else:
+        for token in prange(len(out)):
+            activate_by_gelu(gate_up[token, :size], gate_up[token, size:], out[token])
+
+
+@loop(fastmath=FASTMATH, error_model="numpy")
+def activate_by_gelu(gate, up, out):
+    for i in range(len(gate)):
+        z = widen(gate[i])
+        u = np.float32(0.7978845608) * (z + np.float32(0.044715) * z * z * z)
+        out[i] = narrow(z / (np.float32(1) + exponential(np.float32(-2) * u)) * widen(up[i]), out[0])

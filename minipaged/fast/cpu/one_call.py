@@ -21,7 +21,18 @@ from numba import types
 from numba.extending import overload
 from torch import Tensor
 
-from minipaged.fast.cpu.attention import AS_IT_IS, KINDS, KernelPool, _decode, pairs_or_floats, shared_arrays
+from minipaged.fast.cpu.attention import (
+    AS_IT_IS,
+    KINDS,
+    NO_SINKS,
+    NO_WINDOW,
+    NOTHING_SHARED,
+    KernelPool,
+    Scoring,
+    _decode,
+    pairs_or_floats,
+    shared_arrays,
+)
 from minipaged.fast.cpu.bfloat16 import array_at, as_array
 from minipaged.fast.cpu.kernel_cache import inner, kernel
 from minipaged.fast.cpu.kv_cache import _rope_and_write
@@ -38,6 +49,7 @@ class OneCall(RunLayers):
         self,
         layers: Sequence[Layer],
         views: Sequence[tuple[Tensor, Tensor]],
+        windows: Sequence[int | None],
         num_heads: int,
         cos: Tensor,
         sin: Tensor,
@@ -48,11 +60,12 @@ class OneCall(RunLayers):
         self._layers = layers  # kept alive: the kernel reads their memory by address
         self._pool = KernelPool.of(*views[0], None)
         self._sizes = num_heads, layers[0].down.shape[1]
-        self._angles, self._scale, self._eps = (cos.numpy(), sin.numpy()), np.float32(scale), eps
+        self._angles, self._eps = (cos.numpy(), sin.numpy()), eps
+        self._scoring = Scoring(np.float32(scale), NO_WINDOW, np.float32(0), NO_SINKS)
         self._number = pairs_or_floats(views[0][0].dtype, views[0][0].shape[3])
         self._addresses = np.array(
-            [_addresses(*each) for each in zip(layers, views, strict=True)]
-        )  # [layers, 13] int64
+            [_addresses(*each) for each in zip(layers, views, windows, strict=True)]
+        )  # [layers, 14] int64
         tiled = isinstance(layers[0].down, TiledMatrix)
         self._tiled = True if tiled else None  # of two types, so that numba compiles one of the two products
         self.most_tokens = sys.maxsize if tiled else FEW
@@ -76,8 +89,8 @@ class OneCall(RunLayers):
             (positions.numpy(), slots.numpy()),
             self._pool,
             (tables.numpy(), rows.numpy(), context_lens.numpy()),
-            shared_arrays(shared),
-            self._scale,
+            (shared_arrays(shared), NOTHING_SHARED),
+            self._scoring,
             self._eps,
             (numba.get_num_threads(), num_pieces()),
             self._number,
@@ -90,6 +103,7 @@ class OneCall(RunLayers):
 def in_one_call(
     layers: Sequence[Layer],
     views: Sequence[tuple[Tensor, Tensor]],
+    windows: Sequence[int | None],
     num_heads: int,
     cos: Tensor,
     sin: Tensor,
@@ -101,23 +115,27 @@ def in_one_call(
     alike = any(all(isinstance(matrix, kind) for matrix in matrices) for kind in (TiledMatrix, DenseMatrix))
     if not alike or any(matrix.bias is not None for matrix in matrices) or KINDS[views[0][0].dtype] != AS_IT_IS:
         return None
-    return OneCall(layers, views, num_heads, cos, sin, scale, eps)
+    if any(layer.sinks is not None for layer in layers):
+        return None
+    return OneCall(layers, views, windows, num_heads, cos, sin, scale, eps)
 
 
-def _addresses(layer: Any, view: tuple[Tensor, Tensor]) -> list[int]:
+def _addresses(layer: Any, view: tuple[Tensor, Tensor], window: int | None) -> list[int]:
     """Return the addresses of a layer's weights, keys and values; 0 for norms of queries and keys that it lacks. Then
-    the bytes that a weight of each matrix takes in tiles."""
+    the bytes that a weight of each matrix takes in tiles, and the window."""
     matrices = (layer.qkv, layer.o, layer.gate_up, layer.down)
     norms = layer.input_norm.data_ptr(), layer.post_norm.data_ptr()
     between = 0 if layer.qk_norm is None else layer.qk_norm.data_ptr()
     sizes = (getattr(matrix, "item_bytes", 0) for matrix in matrices)
-    return [*norms, *(each.address for each in matrices), *(each.data_ptr() for each in view), between, *sizes]
+    addresses = *norms, *(each.address for each in matrices), *(each.data_ptr() for each in view), between
+    return [*addresses, *sizes, int(NO_WINDOW) if window is None else min(window, int(NO_WINDOW))]
 
 
 @kernel()
-def _run(layers, sizes, residual, angles, places, pool, where, shared, scale, eps, numbers, number, tiled, x):
+def _run(layers, sizes, residual, angles, places, pool, where, shared, scoring, eps, numbers, number, tiled, x):
     """Overwrite residual [tokens, hidden], write the last layer's output to x [tokens, hidden]. angles: cos, sin
-    [positions, head_dim / 2]. places: positions and slots, [tokens] each. numbers: of threads, and of the pieces of
+    [positions, head_dim / 2]. places: positions and slots, [tokens] each. shared: for layers without a window, and with
+    one. numbers: of threads, and of the pieces of
     attention. tiled: whether the matrices are in tiles: True or None."""
     cos, sin = angles
     positions, slots = places
@@ -144,7 +162,9 @@ def _run(layers, sizes, residual, angles, places, pool, where, shared, scale, ep
         to = keys, values, none, pool.block_stride, kv_heads, pool.block_size, None, none, layers[i, 8], eps
         _rope_and_write(qkv, cos, sin, positions, slots, *to, query)
         here = KernelPool(keys, values, 0, pool.block_stride, pool.head_stride, kv_heads, pool.block_size, pool.kind)
-        _decode(query, here, where, shared, scale, pieces, number, attended)
+        window = layers[i, 13]
+        score = Scoring(scoring.scale, window, scoring.soft_cap, scoring.sinks)
+        _decode(query, here, where, shared[np.int64(window < NO_WINDOW)], score, pieces, number, attended)
         _multiply(_at(attended), tokens, o_weight, layers[i, 10], hidden, q_size, like, tiled, num_threads, _at(x))
         _add_rms_norm(x, residual, post_norm, epsilon, normed)
         _multiply(

@@ -18,7 +18,9 @@ thread takes the next item when it has finished one, a sequence's longest first.
 another process takes fewer items.
 
 A row's result does not depend on the other rows, if all values are finite: tiles of keys begin at multiples of TILE,
-whatever chunk the row is in. (A chunk of one query is computed like decoding, which differs in the last bits.)
+whatever chunk the row is in. (A chunk of one query is computed like decoding, which differs in the last bits.) With a
+window, the first tile that some row sees is read from the first key that some row sees, so nothing before the window is
+read.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, call-arg, attr-defined"
@@ -36,7 +38,17 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
-from minipaged.fast.cpu.attention import KINDS, LOWEST, SCALE_BYTES, STEP, KernelPool, paged_decode, read_tile, take
+from minipaged.fast.cpu.attention import (
+    KINDS,
+    LOWEST,
+    SCALE_BYTES,
+    STEP,
+    KernelPool,
+    Scoring,
+    paged_decode,
+    read_tile,
+    take,
+)
 from minipaged.fast.cpu.bfloat16 import array_at, as_array, narrow, widen
 from minipaged.fast.cpu.kernel_cache import inner, kernel
 from minipaged.fast.cpu.threads import num_pieces
@@ -51,6 +63,7 @@ TOGETHER = 8
 TILE = 64
 """The number of keys between two updates of a row's largest score. Scores, keys, values and queries of such a tile fit
 the nearest cache."""
+LOG2_E = math.log2(math.e)
 ITEM = 4 * ROWS
 """The number of rows for which a tile of keys is fetched once."""
 QUERY_TILE = 256
@@ -74,7 +87,7 @@ def paged_prefill(query: Tensor, paged: Paged, query_start: Tensor, scale: float
             return out
         pool = KernelPool.of(paged.keys, paged.values, paged.scales)
         where = paged.tables.numpy(), paged.rows.numpy(), query_start.numpy(), paged.context_lens.numpy()
-        _prefill(as_array(query), pool, where, np.float32(scale), num_pieces(), number, as_array(out))
+        _prefill(as_array(query), pool, where, Scoring.of(paged, scale), num_pieces(), number, as_array(out))
     return out
 
 
@@ -101,20 +114,31 @@ def _prefill_tile(query: Tensor, paged: Paged, blocks: Tensor, first: int, conte
     q = query.float().mul_(scale) if query.dtype != torch.float32 else query * scale
     q = q.view(T, kv_heads, group, head_dim).permute(1, 0, 2, 3).reshape(kv_heads, T * group, head_dim)
     position = first + torch.arange(T).repeat_interleave(group)  # [T * group]
-    m = torch.full((kv_heads, T * group, 1), -torch.inf)
+    # The first m is finite: a row that has seen no key yet subtracts it from itself.
+    m = torch.full((kv_heads, T * group, 1), float(LOWEST))
     l = torch.zeros(kv_heads, T * group, 1)  # noqa: E741
+    if paged.sinks is not None:
+        m, l = paged.sinks.view(kv_heads, 1, group).repeat(1, T, 1).view(m.shape), l + 1  # noqa: E741
     o = torch.zeros(kv_heads, T * group, head_dim)
     seen = min(context_len, first + T)  # keys past it come after every query
+    window = seen if paged.window is None else paged.window
+    before = max(0, first + 1 - window)  # keys that come before every query's window
     step = max(1, KEY_TILE // block_size)  # blocks per tile
     key_scales, value_scales = (None, None) if paged.scales is None else paged.scales.unbind(1)
     like = as_array(query)
-    for j in range(0, -(-seen // block_size), step):
+    for j in range(before // block_size, -(-seen // block_size), step):
         start, stop = j * block_size, min((j + step) * block_size, seen)
         K = _gather(paged.keys, key_scales, blocks[j : j + step], stop - start, like)  # [kv_heads, keys, head_dim]
         V = _gather(paged.values, value_scales, blocks[j : j + step], stop - start, like)  # [kv_heads, keys, head_dim]
         scores = q @ K.mT  # [kv_heads, T * group, keys]
+        if paged.soft_cap is not None:
+            scores.div_(paged.soft_cap).tanh_().mul_(paged.soft_cap)
+        key = torch.arange(start, stop)  # [keys]
         if stop > first + 1:  # at least the first query must not see all of these keys
-            scores.masked_fill_(torch.arange(start, stop) > position[:, None], -torch.inf)
+            scores.masked_fill_(key > position[:, None], -torch.inf)
+        if start <= first + T - 1 - window:  # at least the last query must not see all of them
+            scores.masked_fill_(key <= position[:, None] - window, -torch.inf)
+            V[:, : max(0, before - start)] = 0  # nobody sees them, but weight 0 × NaN would be NaN
         m_new = torch.maximum(m, scores.amax(-1, keepdim=True))
         fade = torch.exp(m - m_new)
         p = scores.sub_(m_new).exp_()
@@ -156,7 +180,7 @@ def _read_heads(pool, scales, kind, block_stride, head_stride, block_size, table
 
 
 @kernel(parallel=True, error_model="numpy")
-def _prefill(query, pool, where, scale, num_pieces, number, out):
+def _prefill(query, pool, where, scoring, num_pieces, number, out):
     """query, out: [tokens, heads, head_dim]. where: tables, rows, query_start, context_lens. number: a number of the
     type to multiply in."""
     _, rows, query_start, _ = where
@@ -169,11 +193,11 @@ def _prefill(query, pool, where, scale, num_pieces, number, out):
         first_item[s + 1] = first_item[s] + items
     taken = np.zeros(1, np.int64)
     for _ in prange(min(num_pieces, first_item[-1])):
-        _work(query, pool, where, scale, first_item, item_rows, taken, number, out)
+        _work(query, pool, where, scoring, first_item, item_rows, taken, number, out)
 
 
 @inner(error_model="numpy")
-def _work(query, pool, where, scale, first_item, item_rows, taken, number, out):
+def _work(query, pool, where, scoring, first_item, item_rows, taken, number, out):
     """Compute items of up to `item_rows` rows each, until none is left."""
     tables, rows, query_start, context_lens = where
     head_dim, kv_heads = query.shape[2], pool.kv_heads
@@ -205,7 +229,7 @@ def _work(query, pool, where, scale, first_item, item_rows, taken, number, out):
                 tile * item_rows,
                 item_rows,
                 context_len,
-                scale,
+                scoring,
                 number,
             ),
             *(q, o, m_l, limits, k, v, scores, out[begin : begin + n]),
@@ -221,7 +245,7 @@ def _aligned(size):
 
 
 @inner(error_model="numpy")
-def _attend(query, pool, h, table, first, most, context_len, scale, number, q, o, m_l, limits, k, v, scores, out):
+def _attend(query, pool, h, table, first, most, context_len, scoring, number, q, o, m_l, limits, k, v, scores, out):
     """Attend with up to `most` rows from `first` on of key/value head h. query, out: [queries, heads, head_dim] of one
     sequence.
 
@@ -237,23 +261,27 @@ def _attend(query, pool, h, table, first, most, context_len, scale, number, q, o
         limits[b, i] = before + row // group + 1
         _turn(query[row // group, h * group + row % group], q[b], i, number)
         m_l[b, 0, i], m_l[b, 1, i] = LOWEST, 0
+        if len(scoring.sinks):
+            m_l[b, 0, i], m_l[b, 1, i] = scoring.sinks[h * group + row % group] * np.float32(LOG2_E), 1
     for b in range(blocks):
         for d in range(o.shape[1]):
             for i in range(ROWS):
                 o[b, d, i] = 0
-    seen = limits[blocks - 1, ROWS - 1]
-    for start in range(0, seen, TILE):
-        size = min(TILE, seen - start)
-        _read_keys(pool, h, table, start, size, query, k, number)
-        _read_values(pool, h, table, start, size, query, v, scores, number)
+    seen, window = np.int64(limits[blocks - 1, ROWS - 1]), scoring.window
+    unseen = max(0, limits[0, 0] - window)  # keys that come before every row's window
+    for start in range(unseen // TILE * TILE, seen, TILE):
+        size, skipped = min(TILE, seen - start), max(0, unseen - start)
+        _read_keys(pool, h, table, start, skipped, size, query, k, number)
+        _read_values(pool, h, table, start, skipped, size, query, v, scores, number)
         for b in range(blocks):
             needed = min(size, limits[b, ROWS - 1] - start)
-            if needed > 0:
+            if needed > 0 and start + needed > limits[b, 0] - window:
                 needed += -needed % TOGETHER
-                masks = np.int64(limits[b, 0] < start + needed)
+                masks = np.int64(limits[b, 0] < start + needed or start < limits[b, ROWS - 1] - window)
                 _attend_tile(
                     *(q[b].ctypes.data, k.ctypes.data, v.ctypes.data, scores.ctypes.data, o[b].ctypes.data),
-                    *(m_l[b].ctypes.data, limits[b].ctypes.data, start, needed, head_dim, masks, scale, number),
+                    *(m_l[b].ctypes.data, limits[b].ctypes.data, start, needed, head_dim, masks, window),
+                    *(scoring.scale, scoring.soft_cap, number),
                 )
     for r in range(num_rows):
         b, i, row = r // ROWS, r % ROWS, first + r
@@ -282,41 +310,58 @@ def _turn_query(row, q, i, number):
     return pairs if number == types.uint16 else floats
 
 
-def _read_keys(pool: Any, h: Any, table: Any, start: Any, size: Any, like: Any, k: Any, number: Any) -> None:
-    """Copy `size` keys from position `start` on, one after another, to the beginning of k."""
+def _read_keys(
+    pool: Any, h: Any, table: Any, start: Any, skipped: Any, size: Any, like: Any, k: Any, number: Any
+) -> None:
+    """Copy `size` keys from position `start` on, one after another, to the beginning of k. The first `skipped` of them
+    are left out."""
     raise NotImplementedError("for compiled code")
 
 
 @overload(_read_keys)
-def _read_keys_as(pool, h, table, start, size, like, k, number):
-    def pairs(pool, h, table, start, size, like, k, number):
-        _copy(pool, pool.keys + h * pool.head_stride, table, start, size, 2 * like.shape[2], k.ctypes.data)
+def _read_keys_as(pool, h, table, start, skipped, size, like, k, number):
+    def pairs(pool, h, table, start, skipped, size, like, k, number):
+        head, row_bytes = pool.keys + h * pool.head_stride, 2 * like.shape[2]
+        _copy(pool, head, table, start + skipped, size - skipped, row_bytes, k.ctypes.data + skipped * row_bytes)
 
-    def floats(pool, h, table, start, size, like, k, number):
-        to = array_at(k.ctypes.data, TILE * like.shape[2], np.float32(0)).reshape(TILE, like.shape[2])
+    def floats(pool, h, table, start, skipped, size, like, k, number):
         head, factors = pool.keys + h * pool.head_stride, pool.scales + h * pool.block_size * SCALE_BYTES
-        read_tile(head, factors, pool.kind, pool.block_stride, pool.block_size, table, start, size, like, to)
+        rows, at, left = _rows(k, skipped, like.shape[2]), start + skipped, size - skipped
+        read_tile(head, factors, pool.kind, pool.block_stride, pool.block_size, table, at, left, like, rows)
 
     return pairs if number == types.uint16 else floats
 
 
 def _read_values(
-    pool: Any, h: Any, table: Any, start: Any, size: Any, like: Any, v: Any, room: Any, number: Any
+    pool: Any,
+    h: Any,
+    table: Any,
+    start: Any,
+    skipped: Any,
+    size: Any,
+    like: Any,
+    v: Any,
+    room: Any,
+    number: Any,
 ) -> None:
-    """Copy `size` values from position `start` on to v, followed by zeros up to a multiple of TOGETHER."""
+    """Copy `size` values from position `start` on to v, followed by zeros up to a multiple of TOGETHER. The first
+    `skipped` of them are zeros: weight 0 × NaN would be NaN."""
     raise NotImplementedError("for compiled code")
 
 
 @overload(_read_values)
-def _read_values_as(pool, h, table, start, size, like, v, room, number):
-    def pairs(pool, h, table, start, size, like, v, room, number):
-        head_dim = like.shape[2]
+def _read_values_as(pool, h, table, start, skipped, size, like, v, room, number):
+    def pairs(pool, h, table, start, skipped, size, like, v, room, number):
+        head_dim, head = like.shape[2], pool.values + h * pool.head_stride
         row_bytes, room_at, v_at = 2 * head_dim, room.ctypes.data, v.ctypes.data
-        _copy(pool, pool.values + h * pool.head_stride, table, start, size, row_bytes, room_at)
+        _copy(pool, head, table, start + skipped, size - skipped, row_bytes, room_at + skipped * row_bytes)
         whole = size + -size % TOGETHER
         rest = array_at(room_at + size * row_bytes, (whole - size) * head_dim, np.uint16(0))
         for i in range(len(rest)):
             rest[i] = 0
+        before = array_at(room_at, skipped * head_dim, np.uint16(0))
+        for i in range(len(before)):
+            before[i] = 0
         for j in range(whole // 2):
             low = array_at(room_at + 2 * j * row_bytes, head_dim, np.uint16(0))
             high = array_at(room_at + (2 * j + 1) * row_bytes, head_dim, np.uint16(0))
@@ -324,16 +369,25 @@ def _read_values_as(pool, h, table, start, size, like, v, room, number):
             for d in range(head_dim):
                 both[d] = np.uint32(low[d]) | np.uint32(high[d]) << np.uint32(16)
 
-    def floats(pool, h, table, start, size, like, v, room, number):
-        head_dim = like.shape[2]
+    def floats(pool, h, table, start, skipped, size, like, v, room, number):
+        head_dim, head = like.shape[2], pool.values + h * pool.head_stride
         to = array_at(v.ctypes.data, TILE * head_dim, np.float32(0))
-        rows, factors = to.reshape(TILE, head_dim), pool.scales + (pool.kv_heads + h) * pool.block_size * SCALE_BYTES
-        head = pool.values + h * pool.head_stride
-        read_tile(head, factors, pool.kind, pool.block_stride, pool.block_size, table, start, size, like, rows)
+        factors = pool.scales + (pool.kv_heads + h) * pool.block_size * SCALE_BYTES
+        rows, at, left = _rows(v, skipped, head_dim), start + skipped, size - skipped
+        read_tile(head, factors, pool.kind, pool.block_stride, pool.block_size, table, at, left, like, rows)
+        for i in range(skipped * head_dim):
+            to[i] = 0
         for rest in range(size * head_dim, (size + -size % TOGETHER) * head_dim):
             to[rest] = 0
 
     return pairs if number == types.uint16 else floats
+
+
+@inner()
+def _rows(tile, first, head_dim):
+    """Return the rows of a tile from `first` on: [TILE - first, head_dim]."""
+    count = TILE - first
+    return array_at(tile.ctypes.data + first * head_dim * 4, count * head_dim, np.float32(0)).reshape(count, head_dim)
 
 
 @inner()
@@ -360,36 +414,57 @@ def _copy_bytes(typingctx, to, source, size):
 
 
 @intrinsic
-def _attend_tile(typingctx, q, k, v, scores, o, m_l, limits, start, size, head_dim, masks, scale, number):
+def _attend_tile(typingctx, q, k, v, scores, o, m_l, limits, start, size, head_dim, masks, window, scale, cap, number):
     """Attend to a tile of `size` keys, a multiple of TOGETHER, with ROWS rows. The first 7 arguments are addresses.
-    `masks`: whether some of the rows must not see some of the keys."""
+    `masks`: whether some of the rows must not see some of the keys. `cap`: the soft cap, 0 for none."""
 
     def codegen(context, builder, signature, arguments):
-        Attention(builder, *arguments[:12], number == types.uint16).write()
+        Attention(builder, *arguments[:14], number == types.uint16).write()
         return context.get_dummy_value()
 
-    return types.none(*[types.int64] * 11, types.float32, number), codegen
+    return types.none(*[types.int64] * 12, *[types.float32] * 2, number), codegen
 
 
 class Attention(Vectors):
     """Writes the attention of a block of rows to a tile of keys as LLVM code."""
 
-    def __init__(self, builder, q, k, v, scores, o, m_l, limits, start, size, head_dim, masks, scale, in_pairs) -> None:
+    def __init__(
+        self,
+        builder,
+        q,
+        k,
+        v,
+        scores,
+        o,
+        m_l,
+        limits,
+        start,
+        size,
+        head_dim,
+        masks,
+        window,
+        scale,
+        cap,
+        in_pairs,
+    ) -> None:
         """All arguments are values in the LLVM program, except `in_pairs`: whether it multiplies pairs of bfloat16."""
         super().__init__(builder)
         self.q, self.k, self.v, self.scores, self.o, self.m_l, self.limits = q, k, v, scores, o, m_l, limits
         self.start, self.size, self.head_dim, self.masks, self.scale = start, size, head_dim, masks, scale
-        self.in_pairs = in_pairs
+        self.window, self.cap, self.in_pairs = window, cap, in_pairs
 
     def write(self) -> None:
         b = self.builder
-        scale = self.spread(b.fmul(self.scale, ir.Constant(ir.FloatType(), math.log2(math.e))))
+        log2_e = ir.Constant(ir.FloatType(), LOG2_E)
+        scale = self.spread(b.fmul(self.scale, log2_e))
         before = [self.load(self.m_l, FLOATS, 64 * i) for i in range(VECTORS)]
         highest = [self.variable() for _ in before]
         for variable, m in zip(highest, before, strict=True):
             b.store(m, variable)
         with cgutils.for_range(b, b.udiv(self.size, BITS64(TOGETHER))) as loop:
             self.write_scores(b.mul(loop.index, BITS64(TOGETHER)), scale, highest)
+        with self.where_capped(self.cap):
+            self.cap_scores(b.fmul(self.cap, log2_e), before, highest)
         m = [b.load(variable) for variable in highest]
         fade = [self.power(b.fsub(old, new)) for old, new in zip(before, m, strict=True)]
         totals = [self.variable() for _ in m]
@@ -418,10 +493,13 @@ class Attention(Vectors):
             for total in totals:
                 b.store(b.fmul(b.load(total), scale), total)
         with self.where(self.masks):
+            window = self.spread(b.trunc(self.window, BITS32))
             for j, totals in enumerate(sums):
                 position = b.trunc(b.add(b.add(self.start, first), BITS64(j)), BITS32)
                 for i, total in enumerate(totals):
-                    sees = b.icmp_signed("<", self.spread(position), self.load(self.limits, INTEGERS, 64 * i))
+                    # How many tokens the row's own is after this key; as an unsigned number, large if it is before it.
+                    after = b.sub(self.load(self.limits, INTEGERS, 64 * i), self.spread(b.add(position, BITS32(1))))
+                    sees = b.icmp_unsigned("<", after, window)
                     lowest = self.all_of(FLOATS, -math.inf)
                     b.store(b.select(sees, b.load(total), lowest), total)
         for j, totals in enumerate(sums):
@@ -430,6 +508,19 @@ class Attention(Vectors):
                 score, m = b.load(total), b.load(highest[i])
                 self.store(score, to, 64 * i)
                 b.store(b.select(b.fcmp_ordered(">", score, m), score, m), highest[i])
+
+    def cap_scores(self, cap, before, highest) -> None:
+        """Cap all scores, and find the largest again. `cap`: in units of log2(e), as the scores are."""
+        b, lowest = self.builder, self.all_of(FLOATS, -math.inf)
+        for variable, m in zip(highest, before, strict=True):
+            b.store(m, variable)
+        with cgutils.for_range(b, self.size) as loop:
+            at = self.place(self.scores, loop.index, 4 * ROWS)
+            for i, variable in enumerate(highest):
+                score, m = self.load(at, FLOATS, 64 * i), b.load(variable)
+                score = b.select(b.fcmp_ordered("==", score, lowest), lowest, self.capped(score, cap))
+                self.store(score, at, 64 * i)
+                b.store(b.select(b.fcmp_ordered(">", score, m), score, m), variable)
 
     def write_weights(self, step, m, totals) -> None:
         """Write one key's weights. In bfloat16: two keys', interleaved, over scores that have been read already."""

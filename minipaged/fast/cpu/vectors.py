@@ -27,6 +27,10 @@ POWERS = tuple(math.log(2) ** k / math.factorial(k) for k in range(7))
 """Taylor coefficients: 2 ** x is the sum of POWERS[k] * x ** k, for |x| <= 1/2 to the last bit or two of a float32."""
 
 
+TANH = (1.0, -3.33332819422e-1, 1.33314422036e-1, -5.37397155531e-2, 2.06390887954e-2, -5.70498872745e-3)
+"""tanh(x) is x times the sum of TANH[k] * x ** (2 * k), for |x| < 0.625 to the last bit or two (Cephes)."""
+
+
 class BFloat16(ir.Type):  # type: ignore[misc]
     """The bfloat16 type, which LLVM has but its Python interface lacks."""
 
@@ -93,6 +97,10 @@ class Vectors:
         """Return a context whose instructions run only if the number is not 0."""
         return self.builder.if_then(self.builder.icmp_unsigned("!=", number, BITS64(0)))
 
+    def where_capped(self, cap):
+        """Return a context whose instructions run only if a soft cap is not 0."""
+        return self.builder.if_then(self.builder.fcmp_ordered(">", cap, ir.Constant(ir.FloatType(), 0.0)))
+
     def place(self, address, index, size):
         return self.builder.add(address, self.builder.mul(index, BITS64(size)))
 
@@ -139,3 +147,17 @@ class Vectors:
             power = self.call("llvm.fma.v16f32", FLOATS, power, rest, self.all_of(FLOATS, factor))
         lanes, current = ir.Constant(ir.IntType(16), -1), BITS32(4)
         return self.call("llvm.x86.avx512.mask.scalef.ps.512", FLOATS, power, whole, power, lanes, current)
+
+    def capped(self, x, cap):
+        """Return cap × tanh(x / cap)."""
+        b, cap = self.builder, self.spread(cap)
+        x = b.fdiv(x, cap)
+        size, square, small = self.call("llvm.fabs.v16f32", FLOATS, x), b.fmul(x, x), self.all_of(FLOATS, TANH[-1])
+        for factor in reversed(TANH[:-1]):
+            small = self.call("llvm.fma.v16f32", FLOATS, small, square, self.all_of(FLOATS, factor))
+        one, two = self.all_of(FLOATS, 1.0), self.all_of(FLOATS, 2.0)
+        power = self.power(b.fmul(size, self.all_of(FLOATS, 2 * math.log2(math.e))))
+        large = b.fsub(one, b.fdiv(two, b.fadd(power, one)))
+        large = self.call("llvm.copysign.v16f32", FLOATS, large, x)
+        is_small = b.fcmp_ordered("<", size, self.all_of(FLOATS, 0.625))
+        return b.fmul(cap, b.select(is_small, b.fmul(x, small), large))

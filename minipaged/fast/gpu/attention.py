@@ -100,7 +100,8 @@ def paged_decode(query: Tensor, paged: Paged, scale: float) -> Tensor:
     Raises ValueError for shapes or strides that do not fit. Its allocations depend on shapes alone, so that a CUDA
     graph can record it. (Of `paged.shared`, a graph would record the numbers of prefixes and members.)
     """
-    keys, values, tables, rows, context_lens, kv_scales, shared = paged
+    _check_supported(paged)
+    keys, values, tables, rows, context_lens, kv_scales, shared, *_ = paged
     seqs, heads, head_dim = query.shape
     group = _check(query, keys, values, kv_scales, scale)
     kv_heads = keys.shape[1]
@@ -493,7 +494,8 @@ def paged_prefill(query: Tensor, paged: Paged, query_start: Tensor, scale: float
 
     Raises ValueError for shapes or strides that do not fit.
     """
-    keys, values, tables, rows, context_lens, kv_scales, _ = paged
+    _check_supported(paged)
+    keys, values, tables, rows, context_lens, kv_scales, *_ = paged
     tokens, _, head_dim = query.shape
     group = _check(query, keys, values, kv_scales, scale)
     seqs = len(context_lens)
@@ -860,3 +862,8 @@ def _capability(device: torch.device) -> int:
         major, minor = torch.cuda.get_device_capability(device)
         return 10 * major + minor
     return 80
+
+
+def _check_supported(paged: Paged) -> None:
+    if paged.window is not None or paged.soft_cap is not None or paged.sinks is not None:
+        raise ValueError("windows, soft caps and sinks are not computed on a GPU yet")

@@ -121,6 +121,11 @@ def _swiglu(gate_up, activated, gate_up_stride, INTERMEDIATE: tl.constexpr, TILE
     tl.store(activated + token * INTERMEDIATE + i, gate / (1 + tl.exp(-gate)) * up, mask=i < INTERMEDIATE)
 
 
+def geglu(gate_up: Tensor) -> Tensor:
+    """See `minipaged.fast.kernels`."""
+    raise ValueError("Gemma's activation is not computed on a GPU yet")
+
+
 def computing(*, throughout: bool = True, kind: Hashable = None) -> AbstractContextManager[None]:
     """Does nothing: kernels on a GPU need no threads of the host."""
     return nullcontext()
@@ -129,6 +134,7 @@ def computing(*, throughout: bool = True, kind: Hashable = None) -> AbstractCont
 def in_one_call(
     layers: Sequence[Layer],
     views: Sequence[tuple[Tensor, Tensor]],
+    windows: Sequence[int | None],
     num_heads: int,
     cos: Tensor,
     sin: Tensor,

@@ -66,7 +66,7 @@ def paged_attention(
         max_query_len=max_query_len,
         window=window,
         soft_cap=soft_cap,
-        sinks=None if sinks is None else sinks.float(),
+        sinks=None if sinks is None else sinks.float().contiguous(),
     )
 
 

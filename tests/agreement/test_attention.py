@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -15,7 +16,7 @@ from minipaged.fast import attention as fast
 from minipaged.fast.kv_cache import KVCache as FastCache
 from minipaged.reference import attention as reference
 from minipaged.reference.kv_cache import KVCache as ReferenceCache
-from tests.agreement.kernels import CPU, TOLERANCE, KernelSet, every_kernel_set, every_kernel_set_and_dtype
+from tests.agreement.kernels import CPU, TOLERANCE, TRITON, KernelSet, every_kernel_set, every_kernel_set_and_dtype
 from tests.effort import examples
 
 LAYER = 1
@@ -32,15 +33,21 @@ class Batch:
     query_start: np.ndarray
     context_lens: np.ndarray
     scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: np.ndarray | None = None
 
     def expected(self) -> np.ndarray:
         arguments = (LAYER, self.tables, self.query_start, self.context_lens, self.scale)
+        arguments += (self.window, self.soft_cap, self.sinks)
         return reference.paged_attention(self.query.float().cpu().numpy(), self.reference_cache, *arguments)
 
     def result(self) -> np.ndarray:
         device = self.query.device
         tensors = [torch.from_numpy(a).to(device) for a in (self.tables, self.query_start, self.context_lens)]
-        out = fast.paged_attention(self.query, self.cache, LAYER, *tensors, self.scale)
+        sinks = None if self.sinks is None else torch.from_numpy(self.sinks).to(device)
+        more = self.scale, self.window, self.soft_cap, sinks
+        out = fast.paged_attention(self.query, self.cache, LAYER, *tensors, *more)
         assert out.dtype == self.query.dtype
         return out.float().cpu().numpy()
 
@@ -56,8 +63,12 @@ def make_batch(
     head_dim: int = 32,
     seed: int = 0,
     kv_cache_dtype: str = "auto",
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: bool = False,
 ) -> Batch:
-    """`sizes`: of each sequence, its context length and number of queries. Blocks lie in random places of the pool."""
+    """`sizes`: of each sequence, its context length and number of queries. Blocks lie in random places of the pool.
+    Those that lie before a window are in no table, and NaN."""
     rng = np.random.default_rng(seed)
     num_blocks = [-(-context // block_size) for context, _ in sizes]
     total = sum(num_blocks) + 1
@@ -74,10 +85,16 @@ def make_batch(
         k, v = torch.from_numpy(rng.standard_normal((2, context, kv_heads, head_dim))).to(kernel_set.device, dtype)
         cache.write(LAYER, torch.from_numpy(slots).to(kernel_set.device), k, v)
         reference_cache.write(LAYER, slots, k.float().cpu().numpy(), v.float().cpu().numpy())
+    for table, (context, queries) in zip(tables, sizes, strict=True):
+        left_out = 0 if window is None else max(0, context - queries + 1 - window) // block_size
+        cache.poison(table[:left_out].tolist())
+        table[:left_out] = -1
     query_start = np.cumsum([0, *(queries for _, queries in sizes)]).astype(np.int32)
     query = torch.from_numpy(rng.standard_normal((query_start[-1], kv_heads * group, head_dim))).to(dtype)
     context_lens = np.array([context for context, _ in sizes], np.int32)
-    return Batch(query.to(kernel_set.device), cache, reference_cache, tables, query_start, context_lens, head_dim**-0.5)
+    logits = 2 * rng.standard_normal(kv_heads * group).astype(np.float32) if sinks else None
+    lengths, more = (tables, query_start, context_lens), (head_dim**-0.5, window, soft_cap, logits)
+    return Batch(query.to(kernel_set.device), cache, reference_cache, *lengths, *more)
 
 
 def check(batch: Batch) -> None:
@@ -109,8 +126,41 @@ def test_mixed_batches_agree(kernel_set: KernelSet, dtype: torch.dtype, data: st
             head_dim=data.draw(st.sampled_from([32, 64, 80] if kernel_set is CPU else [32, 40])),
             seed=data.draw(st.integers(0, 2**32)),
             kv_cache_dtype=data.draw(st.sampled_from(["auto", "int8", "fp8"])),
+            **(data.draw(MORE) if kernel_set is CPU else {}),
         )
     )
+
+
+MORE = st.fixed_dictionaries(
+    {
+        "window": st.none() | st.integers(1, 20) | st.integers(1, 1000),
+        "soft_cap": st.sampled_from([None, 1.0, 50.0]),
+        "sinks": st.booleans(),
+    }
+)
+"""What some layers have more."""
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
+@pytest.mark.parametrize(("block_size", "window"), [(16, 40), (16, 33), (64, 100), (5, 64)])
+def test_windows_that_are_no_multiples_of_a_block_agree(block_size: int, window: int, kv_cache_dtype: str) -> None:
+    """For chunks that a window cuts, whole prompts, and single tokens, with wide heads too."""
+    more: dict[str, Any] = {"window": window, "block_size": block_size, "kv_cache_dtype": kv_cache_dtype}
+    decoding, chunks = (
+        [(200, 1), (window, 1), (window + 1, 1), (3, 1)],
+        [(200, 60), (window + 7, 8), (130, 130), (90, 1)],
+    )
+    for head_dim in (64, 256):
+        check(make_batch(CPU, torch.float32, decoding, head_dim=head_dim, sinks=True, **more))
+        check(make_batch(CPU, torch.float32, chunks, head_dim=head_dim, soft_cap=2.0, **more))
+
+
+@pytest.mark.parametrize("more", [{"window": 5}, {"soft_cap": 1.0}, {"sinks": True}])
+@pytest.mark.parametrize("queries", [1, 4])
+def test_triton_says_what_it_does_not_compute_yet(more: dict[str, Any], queries: int) -> None:
+    batch = make_batch(TRITON, torch.float32, [(20, queries)], block_size=16, **more)
+    with pytest.raises(ValueError, match="not computed on a GPU yet"):
+        batch.result()
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 256])

@@ -80,11 +80,21 @@ class Twins:
     """The same model on each tier, given the same steps. Every sequence has a text; the token to choose is the next."""
 
     def __init__(
-        self, kernel_set: KernelSet, dtype: torch.dtype, config: ModelConfig, seed: int, kv_cache_dtype: str = "auto"
+        self,
+        kernel_set: KernelSet,
+        dtype: torch.dtype,
+        config: ModelConfig,
+        seed: int,
+        kv_cache_dtype: str = "auto",
+        *,
+        sinks: bool = False,
     ) -> None:
         rng = np.random.default_rng(seed)
         weights = {}
-        for name, shape in weight_shapes(config).items():
+        shapes = weight_shapes(config)
+        if sinks:
+            shapes |= {f"model.layers.{i}.self_attn.sinks": (config.num_attention_heads,) for i in range(2)}
+        for name, shape in shapes.items():
             values = rng.standard_normal(shape) / shape[-1] ** (0.5 if len(shape) == 2 else 0)
             weights[name] = torch.from_numpy(values).to(dtype).float()  # both compute with the same rounded weights
         shape = (config.num_hidden_layers, NUM_BLOCKS, BLOCK_SIZE, config.num_key_value_heads, config.head_dim, 0)
@@ -177,6 +187,14 @@ COUSINS: list[dict[str, bool]] = [
     {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "qk_norm": True},
 ]
 """Of ModelConfig: Llama and Mistral, Qwen2, Qwen3, and all at once."""
+GEMMA: dict[str, Any] = {"gemma": True, "layer_windows": (7, None), "query_pre_attn_scalar": 20.0}
+FORGETFUL: list[dict[str, Any]] = [
+    {"layer_windows": (7, 7)},
+    {"layer_windows": (None, 5), "qkv_bias": True},
+    GEMMA | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
+    GEMMA | {"qk_norm": True, "window_rope_theta": 500.0},
+]
+"""Of ModelConfig: Mistral, Qwen2, Gemma 2 and Gemma 3, with windows that are no multiples of a block."""
 
 
 @every_kernel_set_and_dtype
@@ -188,8 +206,9 @@ def test_logits_agree_however_the_tokens_are_batched(
     """Prompts in chunks, decoding, mixed batches, forks with copy-on-write."""
     heads, kv_heads = data.draw(st.sampled_from([(4, 2), (3, 3), (6, 1)]))
     config = config_of(num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=heads == 3)
-    config = replace(config, **data.draw(st.sampled_from(COUSINS)))
-    twins = Twins(kernel_set, dtype, config, data.draw(st.integers(0, 2**32)))
+    more = data.draw(st.sampled_from(COUSINS + FORGETFUL if kernel_set is CPU else COUSINS))
+    config, sinks = replace(config, **more), kernel_set is CPU and data.draw(st.booleans())
+    twins = Twins(kernel_set, dtype, config, data.draw(st.integers(0, 2**32)), sinks=sinks)
     twins.prompt_logprobs = data.draw(st.sampled_from([None, 0, 2]))
     for _ in range(data.draw(st.integers(1, 3))):
         twins.begin(data.draw(st.lists(st.integers(0, 63), min_size=1, max_size=24)))
@@ -198,6 +217,17 @@ def test_logits_agree_however_the_tokens_are_batched(
             twins.fork(data.draw(st.integers(0, len(twins.sequences) - 1)))
         query_len = st.just(1) if data.draw(st.booleans()) else st.integers(0, 8)
         twins.run([data.draw(query_len) for _ in twins.sequences])
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("more", FORGETFUL)
+def test_logits_agree_beyond_a_window(more: dict[str, Any], sinks: bool) -> None:
+    """Prompts in chunks that cut windows, decoding, and both at once."""
+    twins = Twins(CPU, torch.float32, replace(config_of(), **more), seed=0, sinks=sinks)
+    for text in (DIGITS * 3, DIGITS * 2, [5]):
+        twins.begin(text)
+    for query_lens in ([5, 20, 1], [9, 1, 0], [1, 1, 0], [1, 1, 1], [3, 1, 1], [1, 1, 1]):
+        twins.run(query_lens)
 
 
 @every_kernel_set_and_dtype_in_8_bits

@@ -113,14 +113,16 @@ def random_batch(data: st.DataObject, way: str) -> tuple[torch.Tensor, Paged]:
     query = torch.randn(seqs, kv_heads * group, head_dim, generator=random).to(dtype)
     rows = torch.randperm(seqs, generator=random).int()
     tables = tables[rows.argsort()]  # row rows[s] is the table of sequence s
+    sinks = torch.randn(kv_heads * group, generator=random) if data.draw(st.booleans()) else None
+    more: dict[str, Any] = {"soft_cap": data.draw(st.sampled_from([None, 2.0])), "sinks": sinks}
     if way != "int8":
-        return query, Paged(*values.to(dtype).unbind(1), tables, rows, lens)
+        return query, Paged(*values.to(dtype).unbind(1), tables, rows, lens, **more)
     size, scale_size = 2 * kv_heads * block_size * head_dim, 2 * kv_heads * block_size * 4
     blocks = torch.zeros(len(values), size + scale_size, dtype=torch.int8)
     codes, scales = blocks[:, :size].view(values.shape), blocks[:, size:].view(torch.float32).view(values.shape[:-1])
     codes.copy_(values * 20)
     scales.copy_(torch.rand(scales.shape, generator=random))
-    return query, Paged(*codes.unbind(1), tables, rows, lens, scales)
+    return query, Paged(*codes.unbind(1), tables, rows, lens, scales, **more)
 
 
 @pytest.mark.parametrize("way", ["pairs", "floats", "int8"])
@@ -169,11 +171,13 @@ def test_every_loop_that_is_meant_to_be_parallel_is() -> None:
     ("dtype", "kv_cache_dtype"), [(torch.bfloat16, "auto"), (torch.float32, "auto"), (torch.bfloat16, "int8")]
 )
 @pytest.mark.parametrize("with_a_prompt", [False, True])
+@pytest.mark.parametrize("model_type", ["llama", "mistral"])
 def test_logits_are_those_of_reading_everything_for_each(
-    dtype: torch.dtype, kv_cache_dtype: str, with_a_prompt: bool
+    dtype: torch.dtype, kv_cache_dtype: str, with_a_prompt: bool, model_type: str
 ) -> None:
-    """Through all layers in one call, layer by layer, and in a batch with a prompt."""
-    llama = make("llama", dtype, kv_cache_dtype)
+    """Through all layers in one call, layer by layer, and in a batch with a prompt. A layer with a window (a Mistral's)
+    shares nothing."""
+    llama = make(model_type, dtype, kv_cache_dtype)
     llama.forward([BatchRow([i % 64 for i in range(128)], 0, list(range(32)), wants_logits=False)])
     rows = [BatchRow([3 + i], 128, [*range(32), 32 + i], wants_logits=True) for i in range(4)]
     if with_a_prompt:

@@ -32,16 +32,18 @@ SHAPES: dict[str, Any] = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
     "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
+    "sliding_window": 40,  # not Llama's, and Qwen3's only if it is to use it
 }
 
 
-def make(model_type: str, dtype: torch.dtype, kv_cache_dtype: str = "auto") -> Llama:
+def make(model_type: str, dtype: torch.dtype, kv_cache_dtype: str = "auto", *, sinks: bool = False) -> Llama:
     config = ModelConfig.from_dict(SHAPES | {"model_type": model_type})
     torch.manual_seed(0)
     weights = {
         name: torch.randn(shape).mul(shape[-1] ** -0.5).to(dtype) for name, shape in weight_shapes(config).items()
     }
+    if sinks:
+        weights["model.layers.1.self_attn.sinks"] = torch.randn(config.num_attention_heads).to(dtype)
     sizes = config.num_hidden_layers, 40, 4, config.num_key_value_heads, config.head_dim, 0
     return Llama(config, weights, KVCache(*sizes, dtype, kv_cache_dtype))
 
@@ -63,7 +65,7 @@ def _short_probe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("model_type", ["llama", "qwen3"])  # the second normalises queries and keys
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "mistral"])  # then norms of queries and keys; a window
 @pytest.mark.parametrize("context", [1, 2, 63, 64, 150])
 def test_logits_and_what_is_cached_are_the_loops(dtype: torch.dtype, model_type: str, context: int) -> None:
     llama = make(model_type, dtype)
@@ -123,6 +125,11 @@ def test_another_kernel_that_is_put_into_the_cache_is_called(num_seqs: int) -> N
     llama.kv_cache.kernels = SimpleNamespace(paged_decode=counting)  # type: ignore[assignment]
     llama.forward([BatchRow([i], 0, [i], wants_logits=True) for i in range(num_seqs)])
     assert len(calls) == SHAPES["num_hidden_layers"]
+
+
+def test_a_gemma_and_a_layer_with_sinks_are_run_layer_by_layer() -> None:
+    assert make("gemma2", torch.float32)._one_call is None
+    assert make("llama", torch.float32, sinks=True)._one_call is None
 
 
 def test_where_a_library_multiplies_one_token_at_a_time_is_run_in_one_call() -> None:

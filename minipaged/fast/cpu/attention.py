@@ -20,6 +20,7 @@ nothing before the window is read.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,18 +73,24 @@ class Scoring(NamedTuple):
     """How the scores of a layer are made (`Paged`), for compiled code."""
 
     scale: np.float32
-    window: np.int64
+    window: int
     """The number of tokens that a query sees; NO_WINDOW if it sees all."""
     soft_cap: np.float32
     """0 if there is none."""
-    sinks: Array
-    """[heads] float32; empty if there are none."""
+    sinks: int
+    """The address of the sinks, [heads] float32; 0 if there are none."""
 
     @classmethod
     def of(cls, paged: Paged, scale: float) -> Scoring:
-        window = NO_WINDOW if paged.window is None else min(np.int64(paged.window), NO_WINDOW)
-        sinks = NO_SINKS if paged.sinks is None else paged.sinks.numpy()
-        return cls(np.float32(scale), window, np.float32(paged.soft_cap or 0), sinks)
+        scoring = without_sinks(scale, paged.window, paged.soft_cap)
+        return scoring if paged.sinks is None else scoring._replace(sinks=paged.sinks.data_ptr())
+
+
+@cache
+def without_sinks(scale: float, window: int | None, soft_cap: float | None = None) -> Scoring:
+    """Return how a layer without sinks makes its scores. It is kept: making it costs each call a microsecond."""
+    window = int(NO_WINDOW) if window is None else min(window, int(NO_WINDOW))
+    return Scoring(np.float32(scale), window, np.float32(soft_cap or 0), 0)
 
 
 class Head(NamedTuple):
@@ -120,7 +127,6 @@ SharedArrays = tuple[Array, Array, Array]
 """`Shared` for compiled code: members, starts, numbers of tokens."""
 NOTHING_SHARED: SharedArrays = np.empty(0, np.int32), np.zeros(1, np.int32), np.empty(0, np.int32)
 NO_WINDOW = np.int64(2**31 - 1)
-NO_SINKS = np.empty(0, np.float32)
 TOGETHER = 16
 """The most sequences that go through shared blocks together. Their queries, sums and weights fit the second cache."""
 AT_LEAST = 4
@@ -344,8 +350,8 @@ def _attend_together(query, pool, where, shared, scoring, chunks, taken, part_of
 @inner()
 def _begin(scoring, head):
     """Return m and l of a query head before its first key."""
-    if len(scoring.sinks):
-        return scoring.sinks[head], np.float32(1)
+    if scoring.sinks:
+        return array_at(scoring.sinks, head + 1, np.float32(0))[head], np.float32(1)
     return LOWEST, np.float32(0)
 
 
@@ -587,6 +593,13 @@ def _read_codes(codes, scales, first, tile):
             tile[first + i, d] = widen(codes[i * head_dim + d]) * factors[i]
 
 
+@inner(fastmath=FASTMATH, error_model="numpy")
+def _cap_scores(p, size, cap):
+    for g in range(len(p)):
+        for j in range(size):
+            p[g, j] = capped(p[g, j], cap)
+
+
 @loop(fastmath=FASTMATH, error_model="numpy")
 def _take_scores(q, tile, size, cap, m, l, o, p):  # noqa: E741
     """Score `size` keys against the group's queries, with a soft cap unless it is 0. Update m, l and o, and write the
@@ -601,9 +614,8 @@ def _take_scores(q, tile, size, cap, m, l, o, p):  # noqa: E741
             for d in range(head_dim):
                 score += q[g, d] * tile[j, d]
             p[g, j] = score
-    for g in range(group if cap > 0 else 0):
-        for j in range(size):
-            p[g, j] = capped(p[g, j], cap)
+    if cap > 0:
+        _cap_scores(p, size, cap)
     for g in range(group):
         m_new = m[g]
         for j in range(size):

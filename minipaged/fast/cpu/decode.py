@@ -109,14 +109,13 @@ class Decode(Vectors):
             b.store(self.spread(before), highest)
             with cgutils.for_range(b, chunks) as loop:
                 first = b.mul(loop.index, BITS64(LANES))
-                score = self.variable()
-                b.store(b.fmul(self.joined(self.products(query, self.place(keys, first, 8))), scale), score)
-                with self.where_capped(cap):
-                    b.store(self.capped(b.load(score), cap), score)
+                score = b.fmul(self.joined(self.products(query, self.place(keys, first, 8))), scale)
                 there = b.icmp_signed("<", lanes, self.spread(b.trunc(b.sub(size, first), BITS32)))
-                score = b.select(there, b.load(score), self.all_of(FLOATS, -math.inf))
+                score = b.select(there, score, self.all_of(FLOATS, -math.inf))
                 b.store(score, b.gep(vectors, [loop.index]))
                 self.raise_to(highest, score)
+            with self.where_capped(cap):
+                self.cap_scores(vectors, chunks, cap, before, highest)
             self.take_weights(queries.index, vectors, chunks, before, highest, p, o, at)
 
     def raise_to(self, highest, score) -> None:
@@ -203,17 +202,18 @@ class Decode(Vectors):
                         self.raise_to(highest[i], score)
             with self.where_capped(cap):
                 for i, m in enumerate(before):
-                    self.cap_scores(vectors[i], cap, m, highest[i])
+                    self.cap_scores(vectors[i], BITS64(chunks), cap, m, highest[i])
             for i, number in enumerate(numbers):
                 self.take_weights(number, vectors[i], BITS64(chunks), before[i], highest[i], p, o, places[i])
 
-    def cap_scores(self, vectors, cap, before, highest) -> None:
-        """Cap a query's scores of a whole tile, and find the largest again."""
-        b = self.builder
+    def cap_scores(self, vectors, chunks, cap, before, highest) -> None:
+        """Cap a query's scores, and find the largest again."""
+        b, lowest = self.builder, self.all_of(FLOATS, -math.inf)
         b.store(self.spread(before), highest)
-        with cgutils.for_range(b, BITS64(TILE // LANES)) as loop:
+        with cgutils.for_range(b, chunks) as loop:
             at = b.gep(vectors, [loop.index])
-            score = self.capped(b.load(at), cap)
+            score = b.load(at)
+            score = b.select(b.fcmp_ordered("==", score, lowest), lowest, self.capped(score, cap))
             b.store(score, at)
             self.raise_to(highest, score)
 

@@ -24,7 +24,6 @@ from torch import Tensor
 from minipaged.fast.cpu.attention import (
     AS_IT_IS,
     KINDS,
-    NO_SINKS,
     NO_WINDOW,
     NOTHING_SHARED,
     KernelPool,
@@ -32,6 +31,7 @@ from minipaged.fast.cpu.attention import (
     _decode,
     pairs_or_floats,
     shared_arrays,
+    without_sinks,
 )
 from minipaged.fast.cpu.bfloat16 import array_at, as_array
 from minipaged.fast.cpu.kernel_cache import inner, kernel
@@ -61,7 +61,7 @@ class OneCall(RunLayers):
         self._pool = KernelPool.of(*views[0], None)
         self._sizes = num_heads, layers[0].down.shape[1]
         self._angles, self._eps = (cos.numpy(), sin.numpy()), eps
-        self._scoring = Scoring(np.float32(scale), NO_WINDOW, np.float32(0), NO_SINKS)
+        self._scoring = without_sinks(scale, None)
         self._number = pairs_or_floats(views[0][0].dtype, views[0][0].shape[3])
         self._addresses = np.array(
             [_addresses(*each) for each in zip(layers, views, windows, strict=True)]
@@ -128,7 +128,7 @@ def _addresses(layer: Any, view: tuple[Tensor, Tensor], window: int | None) -> l
     between = 0 if layer.qk_norm is None else layer.qk_norm.data_ptr()
     sizes = (getattr(matrix, "item_bytes", 0) for matrix in matrices)
     addresses = *norms, *(each.address for each in matrices), *(each.data_ptr() for each in view), between
-    return [*addresses, *sizes, int(NO_WINDOW) if window is None else min(window, int(NO_WINDOW))]
+    return [*addresses, *sizes, without_sinks(1.0, window).window]
 
 
 @kernel()

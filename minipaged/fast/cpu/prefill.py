@@ -261,8 +261,9 @@ def _attend(query, pool, h, table, first, most, context_len, scoring, number, q,
         limits[b, i] = before + row // group + 1
         _turn(query[row // group, h * group + row % group], q[b], i, number)
         m_l[b, 0, i], m_l[b, 1, i] = LOWEST, 0
-        if len(scoring.sinks):
-            m_l[b, 0, i], m_l[b, 1, i] = scoring.sinks[h * group + row % group] * np.float32(LOG2_E), 1
+        if scoring.sinks:
+            sinks = array_at(scoring.sinks, query.shape[1], np.float32(0))
+            m_l[b, 0, i], m_l[b, 1, i] = sinks[h * group + row % group] * np.float32(LOG2_E), 1
     for b in range(blocks):
         for d in range(o.shape[1]):
             for i in range(ROWS):

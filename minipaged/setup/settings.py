@@ -51,7 +51,7 @@ class Settings(EngineSettings):
     """Size of the host pool in GiB, as older versions of vLLM had it; give this or `num_swap_blocks`."""
     max_model_len: int | None = left_open("max_model_len")
     """Maximum length of a sequence, prompt and output together, in tokens; if left open (or -1), the model's maximum
-    (with the fast tier its sliding window, if it has one), or the pool's size if that is smaller."""
+    (on a GPU its sliding window, if it has one), or the pool's size if that is smaller."""
     async_scheduling: bool | None = left_open("async_scheduling")
     """Launch a step before the tokens of the step before are known; this changes no token. If left open, on with a GPU,
     which then need not wait for the host. No effect with `pipeline_parallel_size` above 1."""

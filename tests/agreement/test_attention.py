@@ -176,14 +176,16 @@ def test_large_heads_agree(kernel_set: KernelSet, head_dim: int) -> None:
     check(make_batch(kernel_set, torch.float32, [(70, 1), (33, 20)], block_size=16, head_dim=head_dim))
 
 
-def test_any_lengths_are_divided_on_a_cpu() -> None:
-    """A long context is cut, a batch of short ones is not; with any number of pieces."""
+@pytest.mark.parametrize("window", [None, 700])
+def test_any_lengths_are_divided_on_a_cpu(window: int | None) -> None:
+    """A long context is cut, a batch of short ones is not; with any number of pieces. A sink counts once."""
     from minipaged.fast.cpu import attention
 
     for pieces in (1, 2, 3, 8):
         with patch.object(attention, "num_pieces", lambda pieces=pieces: pieces):
             for contexts in ([3000], [1], [1, 2000, 5], [64] * 7, [1000, 1000, 1000]):
-                check(make_batch(CPU, torch.float32, [(c, 1) for c in contexts], block_size=16, kv_heads=1))
+                sizes, more = [(context, 1) for context in contexts], {"window": window, "sinks": True}
+                check(make_batch(CPU, torch.float32, sizes, block_size=16, kv_heads=1, **more))
 
 
 def test_one_sequences_nan_stays_its_own() -> None:

@@ -7,6 +7,7 @@ far.
 from __future__ import annotations
 
 import dataclasses
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from minipaged.quantizing.checkpoint import quantize
 from minipaged.recordings.replay_steps import logits_of
 from minipaged.setup.loaded_model import check_length
 from minipaged.tiers.fast import FastTier
+from tests.effort import thorough
 from tests.end_to_end.small_llama import make_small_llama
 from tests.end_to_end.ties import check_same_or_tied
 from tests.end_to_end.yardstick import greedy, last_logits, load
@@ -65,7 +67,8 @@ def expected(model: Path) -> list[list[int]]:
 
 @pytest.mark.parametrize("tier", ["fast", "reference"])
 @pytest.mark.parametrize(
-    ("preemption", "block_size", "chunk"), [("recompute", 4, 7), ("swap", 3, 16), ("recompute", 16, 64)]
+    ("preemption", "block_size", "chunk"),
+    [("swap", 3, 16), *(pytest.param("recompute", *each, marks=thorough) for each in [(4, 7), (16, 64)])],
 )
 def test_a_crowd_is_told_what_transformers_says(
     model: Path, expected: list[list[int]], preemption: str, block_size: int, chunk: int, tier: str
@@ -91,10 +94,11 @@ def test_logits_are_those_of_transformers(model: Path, length: int, tier: str) -
     assert np.linalg.norm(ours - theirs) < 1e-4 * np.linalg.norm(theirs)
 
 
+@pytest.mark.parametrize("tier", ["reference", pytest.param("fast", marks=thorough)])  # the latter in two processes
 @pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
-def test_in_parts_it_says_the_same(model: Path, expected: list[list[int]], sizes: dict[str, int]) -> None:
-    llm = LLM(model, tier="reference", num_blocks=40, **sizes)
-    outputs = llm.generate(PROMPTS[:1], PARAMS)
+def test_in_parts_it_says_the_same(model: Path, expected: list[list[int]], sizes: dict[str, int], tier: str) -> None:
+    with closing(LLM(model, tier=tier, device="cpu", dtype="float32", num_blocks=40, **sizes)) as llm:
+        outputs = llm.generate(PROMPTS[:1], PARAMS)
     check_same_or_tied(model, PROMPTS[0], outputs[0].outputs[0].token_ids, expected[0])
 
 

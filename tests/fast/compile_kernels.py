@@ -116,23 +116,33 @@ ALONE = {"lots": None, "max_shared_splits": None}
 """No blocks that are read once for many sequences."""
 TOGETHER = {"lots": "*i32", "max_shared_splits": "i32"}
 
+VARIANTS = {"window": "i32", "soft_cap": "fp32", "sinks": "*fp32"}
+"""What some models' layers have; None in others."""
+
 CODES = {"int8": "*i8", "fp8": "*u8"}
 """Keys and values in 8 bits."""
 
 ATTENTION = (
-    # dtype, head_dim, group, block size, keys and values
-    (torch.bfloat16, 64, 3, 16, "auto"),  # SmolLM2
-    (torch.bfloat16, 128, 4, 16, "auto"),  # Llama 3 8B
-    (torch.float16, 128, 8, 1, "auto"),  # as many heads as Llama 3 70B has for each key/value head; the smallest block
-    (torch.bfloat16, 256, 4, 16, "auto"),  # the widest head
-    (torch.bfloat16, 256, 32, 16, "auto"),  # with as many heads as any model has for each key/value head
-    (torch.float32, 64, 3, 16, "auto"),
-    (torch.float32, 256, 4, 16, "auto"),
-    (torch.bfloat16, 64, 3, 16, "int8"),
-    (torch.bfloat16, 128, 4, 16, "int8"),
-    (torch.bfloat16, 128, 4, 16, "fp8"),
-    (torch.bfloat16, 256, 32, 16, "fp8"),
-    (torch.float32, 64, 3, 16, "int8"),
+    # dtype, head_dim, group, block size, keys and values, variants
+    (torch.bfloat16, 64, 3, 16, "auto", ()),  # SmolLM2
+    (torch.bfloat16, 128, 4, 16, "auto", ()),  # Llama 3 8B
+    (
+        torch.float16,
+        128,
+        8,
+        1,
+        "auto",
+        (),
+    ),  # as many heads as Llama 3 70B has for each key/value head; the smallest block
+    (torch.bfloat16, 256, 4, 16, "auto", ()),  # the widest head
+    (torch.bfloat16, 256, 32, 16, "auto", ()),  # with as many heads as any model has for each key/value head
+    (torch.float32, 64, 3, 16, "auto", ()),
+    (torch.float32, 256, 4, 16, "auto", ()),
+    (torch.bfloat16, 64, 3, 16, "int8", ()),
+    (torch.bfloat16, 128, 4, 16, "int8", ()),
+    (torch.bfloat16, 128, 4, 16, "fp8", ()),
+    (torch.bfloat16, 256, 32, 16, "fp8", ()),
+    (torch.float32, 64, 3, 16, "int8", ()),
 )
 
 
@@ -140,24 +150,31 @@ ONE_SHAPE_IN = 2
 """A sample compiles one of every two of these shapes."""
 
 
-def attention_entries(arch: int, shapes: Sequence[tuple[torch.dtype, int, int, int, str]]) -> Iterator[Entry]:
-    for dtype, head_dim, group, block_size, kind in shapes:
+def attention_entries(
+    arch: int, shapes: Sequence[tuple[torch.dtype, int, int, int, str, tuple[str, ...]]]
+) -> Iterator[Entry]:
+    for dtype, head_dim, group, block_size, kind, variants in shapes:
         in_8_bits = kind in CODES
         arrays = {"query": POINTER[dtype]} | dict.fromkeys(("keys", "values"), CODES.get(kind, POINTER[dtype]))
         arrays |= {"kv_scales": "*fp32"} if in_8_bits else {}
         scales = {} if in_8_bits else {"kv_scales": None}
         where = {"tables": "*i32", "rows": "*i32", "out": POINTER[dtype]}
         shape = f"{NAME[dtype]}-d{head_dim}-g{group}-b{block_size}" + (f"-{kind}" if in_8_bits else "")
+        shape += "".join(f"-{variant}" for variant in variants)
         on_tensor_cores = dtype != torch.float32  # tf32 would lose half of the digits
         decode = attention.decode_options(dtype, head_dim, group, block_size, arch, in_8_bits, split=True)
         partial = {"partial_o": "*fp32", "partial_lse": "*fp32"}
         decoding = arrays | where | partial | LENGTHS | {"scale": "fp32"} | STRIDES
-        for name, types, constants in (("decode", {}, scales | ALONE), ("decode-rest", TOGETHER, scales)):
+        decodes = [("decode", {}, scales | ALONE)]
+        if "window" not in variants:  # otherwise nothing is shared
+            decodes.append(("decode-rest", TOGETHER, scales))
+        for name, types, constants in decodes:
+            with_variants, without = varied(attention._decode_kernel, variants)
             yield Entry(
                 f"{name}-{shape}",
                 attention._decode_kernel,
-                decoding | types,
-                decode | constants,
+                decoding | types | with_variants,
+                decode | constants | without,
                 tensor_cores=on_tensor_cores,
                 shared_bytes=None if in_8_bits else attention.shared_bytes(dtype, decode, arch),
             )
@@ -165,26 +182,29 @@ def attention_entries(arch: int, shapes: Sequence[tuple[torch.dtype, int, int, i
         shared = dict.fromkeys(("members", "starts", "num_tokens", "lots"), "*i32")
         shared |= dict.fromkeys(("prefixes", "max_shared_splits", "splits"), "i32")
         strides = {name: kind for name, kind in STRIDES.items() if not name.startswith("out_")}
-        yield Entry(
-            f"shared-{shape}",
-            attention._shared_kernel,
-            arrays | where | partial | shared | {"scale": "fp32"} | strides,
-            together | scales,
-            tensor_cores=on_tensor_cores,
-            wgmma=on_tensor_cores and together["ROWS"] == 128,
-            shared_bytes=None if in_8_bits else attention.shared_bytes(dtype, together, arch),
-        )
+        with_variants, without = varied(attention._shared_kernel, variants)
+        if "window" not in variants:
+            yield Entry(
+                f"shared-{shape}",
+                attention._shared_kernel,
+                arrays | where | partial | shared | {"scale": "fp32"} | strides | with_variants,
+                together | scales | without,
+                tensor_cores=on_tensor_cores,
+                wgmma=on_tensor_cores and together["ROWS"] == 128,
+                shared_bytes=None if in_8_bits else attention.shared_bytes(dtype, together, arch),
+            )
         prompts = {}  # by rows of a tile: long prompts, and a few tokens each
         for max_query_len in (1024, 8):
             options = attention.prefill_options(dtype, head_dim, group, block_size, arch, in_8_bits, max_query_len)
             prompts[options["ROWS"]] = options
         lengths = {"query_start": "*i32", "context_lens": "*i32", "seqs": "i32"}
+        with_variants, without = varied(attention._prefill_kernel, variants)
         for rows, options in prompts.items():
             yield Entry(
                 f"prefill-{shape}-rows{rows}",
                 attention._prefill_kernel,
-                arrays | where | lengths | {"scale": "fp32"} | STRIDES,
-                options | scales,
+                arrays | where | lengths | {"scale": "fp32"} | STRIDES | with_variants,
+                options | scales | without,
                 tensor_cores=on_tensor_cores,
                 wgmma=on_tensor_cores and rows == 128,
                 shared_bytes=None if in_8_bits else attention.shared_bytes(dtype, options, arch),
@@ -192,8 +212,19 @@ def attention_entries(arch: int, shapes: Sequence[tuple[torch.dtype, int, int, i
     reduction = attention.reduce_options(attention.decode_options(torch.bfloat16, 128, 4, 16, arch, False, split=True))
     parts = {"out": "*bf16", "partial_o": "*fp32", "partial_lse": "*fp32"} | LENGTHS
     parts |= {"out_token_stride": "i32", "out_head_stride": "i32"}
-    yield Entry("reduce-bf16-d128", attention._reduce_kernel, parts, reduction | ALONE)
-    yield Entry("reduce-shared-bf16-d128", attention._reduce_kernel, parts | TOGETHER, reduction)
+    for variants in ((), ("window",)):
+        with_variants, without = varied(attention._reduce_kernel, variants)
+        name = "-".join(("reduce-bf16-d128", *variants))
+        yield Entry(name, attention._reduce_kernel, parts | with_variants, reduction | ALONE | without)
+    yield Entry("reduce-shared-bf16-d128", attention._reduce_kernel, parts | TOGETHER, reduction | {"window": None})
+
+
+def varied(kernel: Any, variants: tuple[str, ...]) -> tuple[dict[str, str], dict[str, None]]:
+    """The types of a kernel's arguments for these variants, and constants for the others."""
+    own = [variant for variant in VARIANTS if variant in kernel.arg_names]
+    return {each: VARIANTS[each] for each in own if each in variants}, {
+        each: None for each in own if each not in variants
+    }
 
 
 # --- the cache, the tables, and what lies between the matrix products ------------------------------

@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +52,13 @@ class Batch:
     tables: Tensor  # [num_rows, max_blocks] int32
     rows: Tensor  # [seqs] int32
     query_lens: list[int]
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: Tensor | None = None  # [heads]
+
+    @property
+    def variants(self) -> dict[str, Any]:
+        return {"window": self.window, "soft_cap": self.soft_cap, "sinks": self.sinks}
 
     @property
     def context_lens(self) -> Tensor:
@@ -74,9 +82,15 @@ class Batch:
                 outputs.append(torch.zeros_like(query))
                 continue
             scores = torch.einsum("thd,chd->htc", query, k) * self.scale
-            later = torch.arange(context_len) > torch.arange(context_len - n, context_len)[:, None]  # [n, context_len]
-            weights = scores.masked_fill(later, -torch.inf).softmax(-1)
-            outputs.append(torch.einsum("htc,chd->thd", weights, v))
+            if self.soft_cap is not None:
+                scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
+            age = torch.arange(context_len - n, context_len)[:, None] - torch.arange(context_len)  # [n, context_len]
+            unseen = (age < 0) | (age >= (self.window or context_len))
+            scores = scores.masked_fill(unseen, -torch.inf)
+            if self.sinks is not None:  # a key that has no value
+                scores = torch.cat([self.sinks.double().cpu()[:, None, None].expand(-1, n, 1), scores], -1)
+                v = torch.cat([torch.zeros_like(v[:1]), v])
+            outputs.append(torch.einsum("htc,chd->thd", scores.softmax(-1), v))
         return torch.cat(outputs)
 
     @property
@@ -92,12 +106,13 @@ class Batch:
         paged = self.paged
         with pytest.MonkeyPatch.context() as patched, memory:
             patched.setattr(attention, "_num_sms", lambda device: num_sms)
-            return paged_decode(self.query, paged, self.scale)
+            return paged_decode(self.query, paged, self.scale, **self.variants)
 
     def prefilled(self) -> Tensor:
         paged, query_start = self.paged, self.query_start
         with GuardedMemory():
-            return paged_prefill(self.query, paged, query_start, self.scale, max_query_len=max(self.query_lens))
+            most = max(self.query_lens)
+            return paged_prefill(self.query, paged, query_start, self.scale, max_query_len=most, **self.variants)
 
 
 def int32(numbers: Sequence[int]) -> Tensor:
@@ -114,7 +129,11 @@ def make_batch(
     group: int = 2,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    with_sinks: bool = False,
 ) -> Batch:
+    """Blocks that lie before the windows of a sequence's queries are gone: garbage is left of them in its table."""
     random = torch.Generator().manual_seed(seed)
     query_lens = [1] * len(context_lens) if query_lens is None else list(query_lens)
     kv = [torch.randn(2, n, kv_heads, head_dim, generator=random).to(dtype) for n in context_lens]
@@ -132,7 +151,8 @@ def make_batch(
     tables = torch.tensor(GARBAGE, dtype=torch.int64)[garbage].to(torch.int32)
     rows = torch.randperm(num_rows, generator=random)[: len(context_lens)]
     for s, n in enumerate(context_lens):
-        for j in range(needed[s]):
+        gone = 0 if window is None else max(0, n - query_lens[s] + 1 - window) // block_size
+        for j in range(gone, needed[s]):
             block = tables[rows[s], j] = taken.pop()
             tokens = slice(j * block_size, min(n, (j + 1) * block_size))
             filled = tokens.stop - tokens.start
@@ -143,14 +163,26 @@ def make_batch(
     projected = torch.full((sum(query_lens), heads + 2 * kv_heads, head_dim), torch.nan, dtype=dtype)
     projected[:, :heads] = torch.randn(sum(query_lens), heads, head_dim, generator=random)
     query = projected.to(DEVICE)[:, :heads]
-    return Batch(query, cache.to(DEVICE), kv, tables.to(DEVICE), rows.to(torch.int32).to(DEVICE), query_lens)
+    sinks = 2 * torch.randn(heads, generator=random) if with_sinks else None
+    return Batch(
+        query,
+        cache.to(DEVICE),
+        kv,
+        tables.to(DEVICE),
+        rows.to(torch.int32).to(DEVICE),
+        query_lens,
+        window,
+        soft_cap,
+        None if sinks is None else sinks.to(DEVICE),
+    )
 
 
 def assert_close(result: Tensor, batch: Batch) -> None:
     assert torch.isfinite(result).all()
     exact = batch.exact()
     difference = (result.double().cpu() - exact).abs().max()
-    assert difference <= TOLERANCE[result.dtype] * exact.abs().max()
+    tolerance = TOLERANCE[result.dtype] + 2**-21 * (batch.soft_cap or 0)
+    assert difference <= tolerance * exact.abs().max()
 
 
 # --- Drawn shapes ----------------------------------------------------------------------------------
@@ -172,6 +204,9 @@ def shapes(draw: st.DrawFn) -> dict[str, object]:
         "group": group,
         "dtype": draw(st.sampled_from(DTYPES)),
         "seed": draw(st.integers(0, 1000)),
+        "window": draw(st.none() | st.sampled_from([1, 2, 16, 63, 64, 65, 128]) | st.integers(1, 200)),
+        "soft_cap": draw(st.sampled_from([None, None, 0.7, 50.0])),
+        "with_sinks": draw(st.booleans()),
     }
 
 
@@ -263,6 +298,18 @@ def test_a_grid_has_room_for_each_sequence_and_for_no_more_splits_than_can_be_ad
     assert attention._max_splits(1, kv_heads=1, num_sms=10_000) == 128
 
 
+@pytest.mark.parametrize(
+    ("window", "room", "parts"), [(128, 1, [0, 0, 0]), (129, 2, [2, 0, 2]), (300, 3, [3, 0, 2]), (5000, 32, [5, 0, 2])]
+)
+def test_the_splits_are_those_of_the_window(window: int, room: int, parts: list[int]) -> None:
+    batch = make_batch([600, 60, 200], dtype=torch.float16, window=window, with_sinks=True)
+    memory = GuardedMemory()
+    assert_close(batch.decoded_in(memory, num_sms=12), batch)
+    _, _, partial_lse, *_ = memory.allocated
+    assert partial_lse.shape[2] == room
+    assert torch.isfinite(partial_lse).sum(-1).tolist() == [[n, n] for n in parts]
+
+
 def test_decode_divides_by_the_multiprocessors_of_its_device() -> None:
     batch = make_batch([300, 40])
     assert_close(paged_decode(batch.query, batch.paged, batch.scale), batch)
@@ -299,8 +346,10 @@ def test_a_block_past_two_to_the_31_elements_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-def test_one_cuda_graph_serves_all_lengths() -> None:
-    batches = [make_batch(n, kv_heads=2, dtype=torch.bfloat16) for n in ([3000, 1, 0, 0], [1, 90, 64, 5], [700] * 4)]
+@pytest.mark.parametrize("window", [None, 500])
+def test_one_cuda_graph_serves_all_lengths(window: int | None) -> None:
+    lengths = [3000, 1, 0, 0], [1, 90, 64, 5], [700] * 4
+    batches = [make_batch(n, kv_heads=2, dtype=torch.bfloat16, window=window) for n in lengths]
     num_blocks, max_blocks = (max(batch.cache.shape[0] for batch in batches), max(b.tables.shape[1] for b in batches))
     cache = torch.full((num_blocks, *batches[0].cache.shape[1:]), torch.nan, dtype=torch.bfloat16, device=DEVICE)
     tables = torch.full((len(batches[0].tables), max_blocks), -1, dtype=torch.int32, device=DEVICE)
@@ -316,7 +365,7 @@ def test_one_cuda_graph_serves_all_lengths() -> None:
 
     def step() -> Tensor:
         paged = Paged(cache[:, LAYER, 0], cache[:, LAYER, 1], tables, rows, context_lens)
-        return paged_decode(query, paged, scale)
+        return paged_decode(query, paged, scale, window=window)
 
     load(batches[0])
     step()  # compiles; nothing can be compiled while a graph is recorded
@@ -336,6 +385,16 @@ def test_one_cuda_graph_serves_all_lengths() -> None:
 @pytest.mark.parametrize("group", [1, 3, 8])
 def test_a_prompt_of_several_tiles_is_causal_everywhere(group: int) -> None:
     batch = make_batch([150, 70, 131], [150, 3, 1], group=group, head_dim=32, dtype=torch.float16)
+    assert_close(batch.prefilled(), batch)
+
+
+@pytest.mark.parametrize("window", [1, 5, 40, 64, 100])
+@pytest.mark.parametrize("group", [1, 3])
+def test_the_rows_of_a_tile_have_windows_of_their_own(window: int, group: int) -> None:
+    """In a tile of 128 rows, most rows of a narrow window see none of the first keys, and the first none of the last.
+    The rows that fill up the last tile see keys, too: 0 / 0 would be a warning."""
+    lengths, queries = [150, 170, 131, 90], [150, 120, 1, 7]
+    batch = make_batch(lengths, queries, group=group, head_dim=32, dtype=torch.float16, window=window)
     assert_close(batch.prefilled(), batch)
 
 
@@ -367,9 +426,11 @@ def test_an_empty_batch_gives_an_empty_output() -> None:
 def test_what_does_not_fit_together_is_refused() -> None:
     batch = make_batch([16, 20], kv_heads=2)
 
-    def refused(match: str, query: Tensor = batch.query, paged: Paged = batch.paged, scale: float = 1.0) -> None:
+    def refused(
+        match: str, query: Tensor = batch.query, paged: Paged = batch.paged, scale: float = 1.0, **variants: Any
+    ) -> None:
         with pytest.raises(ValueError, match=match):
-            paged_decode(query, paged, scale)
+            paged_decode(query, paged, scale, **variants)
 
     refused("3 query heads", query=batch.query[:, :3])
     refused("head", query=batch.query[:, :, :32])
@@ -377,3 +438,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
     refused("elements of one head must be contiguous", query=batch.query.transpose(1, 2).contiguous().transpose(1, 2))
     refused("float16", query=batch.query.half())
     refused("scale must be positive", scale=0.0)
+    refused("a window must have a token", window=0)
+    refused("soft_cap must be positive", soft_cap=0.0)
+    for sinks in (torch.zeros(2), torch.zeros(4).half(), torch.zeros(8)[::2]):
+        refused("sinks must be 4 contiguous float32", sinks=sinks)

@@ -40,6 +40,13 @@ keys are applied to the scores, and those of values to the weights, which are fa
 they would spill registers. (In float16 a weight times a scale is lost below 6e-8: values that are all below a
 thousandth would be coarse.)
 
+**Windows, soft caps, sinks.** They are as in `reference/attention.py`, and a kernel without them has no instruction for
+them. A decode reads from its window's first token on, so a window needs no mask there: a tile may begin anywhere. The
+splits are those of the window. The rows of a prefill tile have windows that begin one after another, so its first tiles
+of keys are masked, like its last ones. A sink begins the sum of one split per sequence, the first of its own tokens. A
+layer with a window shares nothing: shared tokens lie at the beginning. tanh is computed with exp2, and one factor
+contains the softmax scale, log2 e and the cap. (A score's error is up to 2^-21 of the cap.)
+
 The rounding of a sequence's result depends a little on the batch, because the number of splits does. The mathematics
 does not.
 """
@@ -88,22 +95,35 @@ E4M3_FACTOR = tl.constexpr(2.0**120)
 MAX_HEAD_DIM = 256
 """The widest heads for which the compiled kernels have been examined."""
 
-LOG2_E = math.log2(math.e)
+LOG2_E = tl.constexpr(math.log2(math.e))
+
+LOWEST = tl.constexpr(-(2.0**126))
+"""A maximum below all scores, for rows that may see no key in their first tiles: -inf - -inf would be NaN."""
 
 
 # --- Decode ----------------------------------------------------------------------------------------
 
 
-def paged_decode(query: Tensor, paged: Paged, scale: float) -> Tensor:
+def paged_decode(
+    query: Tensor,
+    paged: Paged,
+    scale: float,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """See `minipaged.fast.kernels`. Queries may be strided by token and by head.
 
     Raises ValueError for shapes or strides that do not fit. Its allocations depend on shapes alone, so that a CUDA
-    graph can record it. (Of `paged.shared`, a graph would record the numbers of prefixes and members.)
+    graph can record it. (Of `paged.shared`, a graph would record the numbers of prefixes and members.) With a window,
+    `paged.shared` is ignored.
     """
     _check_supported(paged)
     keys, values, tables, rows, context_lens, kv_scales, shared, *_ = paged
     seqs, heads, head_dim = query.shape
-    group = _check(query, keys, values, kv_scales, scale)
+    group = _check(query, keys, values, kv_scales, scale, window, soft_cap, sinks)
+    factor, cap = _factors(scale, soft_cap)
     kv_heads = keys.shape[1]
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     if seqs == 0:
@@ -111,6 +131,9 @@ def paged_decode(query: Tensor, paged: Paged, scale: float) -> Tensor:
     num_sms = _num_sms(query.device)
     shape = query.dtype, head_dim, group, keys.shape[2], _capability(query.device), kv_scales is not None
     max_splits = _max_splits(seqs, kv_heads, num_sms)
+    if window is not None:
+        max_splits = min(max_splits, -(-window // int(MIN_KEYS_PER_SPLIT.value)))
+        shared = None
     max_shared_splits = 0
     if shared is not None:
         together = shared_options(*shape)
@@ -136,14 +159,16 @@ def paged_decode(query: Tensor, paged: Paged, scale: float) -> Tensor:
             len(shared.num_tokens),
             max_shared_splits,
             splits,
-            scale * LOG2_E,
+            factor,
+            cap,
             *query.stride()[:2],
             *keys.stride()[:3],
             tables.stride(0),
             **together,
         )
     options = decode_options(*shape, split=splits > 1)
-    lengths = context_lens, seqs, kv_heads, int(PROGRAMS_PER_SM * num_sms), max_splits, lots, max_shared_splits or None
+    programs = int(PROGRAMS_PER_SM * num_sms)
+    lengths = context_lens, window, seqs, kv_heads, programs, max_splits, lots, max_shared_splits or None
     _decode_kernel[(kv_heads, seqs, max_splits)](
         query,
         keys,
@@ -155,7 +180,9 @@ def paged_decode(query: Tensor, paged: Paged, scale: float) -> Tensor:
         partial_o,
         partial_lse,
         *lengths,
-        scale * LOG2_E,
+        factor,
+        cap,
+        sinks,
         *query.stride()[:2],
         *out.stride()[:2],
         *keys.stride()[:3],
@@ -196,7 +223,8 @@ def _max_splits_of_both(max_splits: int, tiles: int, kv_heads: int, num_sms: int
 # kernel for each combination of those that 16 divides, and gain nothing by it.
 @triton.jit(
     do_not_specialize=[
-        "rows", "context_lens", "seqs", "kv_heads", "programs", "max_splits", "max_shared_splits", "table_stride"
+        "rows", "context_lens", "window", "seqs", "kv_heads", "programs", "max_splits", "max_shared_splits", "sinks",
+        "table_stride",
     ]
 )  # fmt: skip
 def _decode_kernel(
@@ -210,6 +238,7 @@ def _decode_kernel(
     partial_o,  # [seqs, heads, max_shared_splits + max_splits, HEAD_DIM]: in use are the first, shared ones before own
     partial_lse,  # [seqs, heads, max_shared_splits + max_splits]
     context_lens,  # [seqs]
+    window,  # None, or the number of tokens that a query sees
     seqs,
     kv_heads,
     programs,
@@ -217,6 +246,8 @@ def _decode_kernel(
     lots,  # None, or [seqs]: the lots of shared tokens, which are left out here
     max_shared_splits,  # None without `lots`
     scale,
+    soft_cap,  # None, or the cap, as `_factors` says
+    sinks,  # None, or [heads]
     query_token_stride,
     query_head_stride,
     out_token_stride,
@@ -234,7 +265,7 @@ def _decode_kernel(
     SPLIT: tl.constexpr,
 ):
     """One program per (key/value head, sequence, split): its rows are the query heads of the key/value head, and it
-    attends to one split of the context.
+    attends to one split of the context, or of the window.
 
     The split is the slowest axis of the grid, so that programs with nothing to do come last. The key/value head is the
     fastest: neighbouring programs read neighbouring parts of the same block.
@@ -258,9 +289,11 @@ def _decode_kernel(
     num_splits = 1
     if lots is not None:
         start += tl.load(lots + seq) * SHARED_LOT
+    if window is not None:
+        start = tl.maximum(context_len - window, 0)
     if SPLIT:
         own = context_len - start
-        per_split = TILE * _tiles_per_split(own, context_lens, seqs, kv_heads, programs, max_splits, lots, TILE)
+        per_split = TILE * _tiles_per_split(own, context_lens, window, seqs, kv_heads, programs, max_splits, lots, TILE)
         num_splits = tl.cdiv(own, per_split)
         start += split * per_split
         end = tl.minimum(start + per_split, context_len)
@@ -271,12 +304,17 @@ def _decode_kernel(
     q = tl.load(query + q_at, mask=exists, other=0.0)  # [ROWS, DIM]
     table = tables + tl.load(rows + seq).to(tl.int64) * table_stride
     kv_at = kv_head.to(tl.int64) * kv_head_stride
-    if lots is not None:  # the shared splits come before; counted after the loop, their number would spill
-        split += _shared_splits(tl.load(lots + seq), max_shared_splits)[0]
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)  # noqa: E741
     o = tl.zeros([ROWS, DIM], tl.float32)
-    whole = end // TILE * TILE  # `start` is a multiple of TILE, so tiles are whole up to here
+    if sinks is not None:
+        m = tl.where(split == 0, tl.load(sinks + head, mask=row < GROUP, other=0.0) * LOG2_E, m)
+        l += (split == 0).to(tl.float32)  # noqa: E741
+    if lots is not None:  # the shared splits come before; counted after the loop, their number would spill
+        split += _shared_splits(tl.load(lots + seq), max_shared_splits)[0]
+    whole = end // TILE * TILE  # tiles are whole up to here, since `start` is a multiple of TILE
+    if window is not None:  # unless it is where the window begins
+        whole = start + (end - start) // TILE * TILE
     # The last tile's blocks are looked up now, so that their numbers have arrived when the loop is done. Codes and
     # lots together leave some shapes no registers for these numbers, so there they are looked up after the loop.
     if lots is None or kv_scales is None:
@@ -285,7 +323,7 @@ def _decode_kernel(
         block = _look_up(table, first, end, BLOCK_SIZE, TILE)
         m, l, o = _attend(  # noqa: E741
             q, m, l, o, keys + kv_at, values + kv_at, kv_scales, block, first, end, row,
-            scale, block_stride, slot_stride, BLOCK_SIZE, TILE, HEAD_DIM, DIM, MASKED=False,
+            scale, soft_cap, None, block_stride, slot_stride, BLOCK_SIZE, TILE, HEAD_DIM, DIM, MASKED=False,
         )  # fmt: skip
     if lots is not None and kv_scales is not None:
         last_block = _look_up(table, whole, end, BLOCK_SIZE, TILE)
@@ -294,7 +332,7 @@ def _decode_kernel(
     for first in tl.range(whole, end, TILE, num_stages=2):
         m, l, o = _attend(  # noqa: E741
             q, m, l, o, keys + kv_at, values + kv_at, kv_scales, last_block, first, end, last_seen,
-            scale, block_stride, slot_stride, BLOCK_SIZE, TILE, HEAD_DIM, DIM, MASKED=True,
+            scale, soft_cap, None, block_stride, slot_stride, BLOCK_SIZE, TILE, HEAD_DIM, DIM, MASKED=True,
         )  # fmt: skip
     o = o / l[:, None]
 
@@ -310,7 +348,7 @@ def _decode_kernel(
 
 
 @triton.jit
-def _tiles_per_split(own, context_lens, seqs, kv_heads, programs, max_splits, lots, TILE: tl.constexpr):
+def _tiles_per_split(own, context_lens, window, seqs, kv_heads, programs, max_splits, lots, TILE: tl.constexpr):
     """Return the tiles per split of one sequence, which has `own` tokens to read by itself, such that the whole batch
     divides evenly over `programs`.
 
@@ -323,6 +361,8 @@ def _tiles_per_split(own, context_lens, seqs, kv_heads, programs, max_splits, lo
         lens = tl.load(context_lens + seq, mask=seq < seqs, other=0)
         if lots is not None:
             lens -= SHARED_LOT * tl.load(lots + seq, mask=seq < seqs, other=0)
+        if window is not None:
+            lens = tl.minimum(lens, window)
         total += tl.sum(tl.cdiv(lens, TILE))
     tiles = tl.cdiv(own, TILE)
     at_least = tl.maximum(tl.cdiv(total * kv_heads, programs), tl.cdiv(tiles, max_splits))
@@ -363,6 +403,7 @@ def _shared_kernel(
     max_shared_splits,
     splits,
     scale,
+    soft_cap,  # None, or the cap, as `_factors` says
     query_token_stride,
     query_head_stride,
     block_stride,
@@ -420,7 +461,7 @@ def _shared_kernel(
         block = _look_up(table, first, end, BLOCK_SIZE, TILE)
         m, l, o = _attend(  # noqa: E741
             q, m, l, o, keys + kv_at, values + kv_at, kv_scales, block, first, end, pair,
-            scale, block_stride, slot_stride, BLOCK_SIZE, TILE, HEAD_DIM, DIM, MASKED=False,
+            scale, soft_cap, None, block_stride, slot_stride, BLOCK_SIZE, TILE, HEAD_DIM, DIM, MASKED=False,
         )  # fmt: skip
     o = o / l[:, None]
     partial = (seq * (tl.num_programs(0) * GROUP) + head).to(tl.int64) * splits + split  # [ROWS]
@@ -430,12 +471,15 @@ def _shared_kernel(
         tl.store(lots + seq, here, mask=real)
 
 
-@triton.jit(do_not_specialize=["context_lens", "seqs", "kv_heads", "programs", "max_splits", "max_shared_splits"])
+@triton.jit(
+    do_not_specialize=["context_lens", "window", "seqs", "kv_heads", "programs", "max_splits", "max_shared_splits"]
+)
 def _reduce_kernel(
     out,  # [seqs, heads, HEAD_DIM]
     partial_o,  # [seqs, heads, max_shared_splits + max_splits, HEAD_DIM]: in use are the first, shared ones before own
     partial_lse,  # [seqs, heads, max_shared_splits + max_splits]
     context_lens,  # [seqs]
+    window,  # None, or the number of tokens that a query sees
     seqs,
     kv_heads,
     programs,
@@ -462,7 +506,9 @@ def _reduce_kernel(
         num_splits, _ = _shared_splits(here, max_shared_splits)
         own -= here * SHARED_LOT
         splits += max_shared_splits
-    per_split = TILE * _tiles_per_split(own, context_lens, seqs, kv_heads, programs, max_splits, lots, TILE)
+    if window is not None:
+        own = tl.minimum(own, window)
+    per_split = TILE * _tiles_per_split(own, context_lens, window, seqs, kv_heads, programs, max_splits, lots, TILE)
     num_splits += tl.cdiv(own, per_split)
     if num_splits == 1 and lots is None:  # written already
         return
@@ -489,7 +535,17 @@ def _reduce_kernel(
 # --- Prefill ---------------------------------------------------------------------------------------
 
 
-def paged_prefill(query: Tensor, paged: Paged, query_start: Tensor, scale: float, *, max_query_len: int) -> Tensor:
+def paged_prefill(
+    query: Tensor,
+    paged: Paged,
+    query_start: Tensor,
+    scale: float,
+    *,
+    max_query_len: int,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """See `minipaged.fast.kernels`. Queries may be strided by token and by head.
 
     Raises ValueError for shapes or strides that do not fit.
@@ -497,7 +553,7 @@ def paged_prefill(query: Tensor, paged: Paged, query_start: Tensor, scale: float
     _check_supported(paged)
     keys, values, tables, rows, context_lens, kv_scales, *_ = paged
     tokens, _, head_dim = query.shape
-    group = _check(query, keys, values, kv_scales, scale)
+    group = _check(query, keys, values, kv_scales, scale, window, soft_cap, sinks)
     seqs = len(context_lens)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     capability = _capability(query.device)
@@ -517,8 +573,10 @@ def paged_prefill(query: Tensor, paged: Paged, query_start: Tensor, scale: float
         out,
         query_start,
         context_lens,
+        window,
         seqs,
-        scale * LOG2_E,
+        *_factors(scale, soft_cap),
+        sinks,
         *query.stride()[:2],
         *out.stride()[:2],
         *keys.stride()[:3],
@@ -528,7 +586,7 @@ def paged_prefill(query: Tensor, paged: Paged, query_start: Tensor, scale: float
     return out
 
 
-@triton.jit(do_not_specialize=["rows", "query_start", "context_lens", "seqs", "table_stride"])
+@triton.jit(do_not_specialize=["rows", "query_start", "context_lens", "window", "seqs", "sinks", "table_stride"])
 def _prefill_kernel(
     query,  # [tokens, heads, HEAD_DIM]
     keys,  # [num_blocks, kv_heads, BLOCK_SIZE, HEAD_DIM]
@@ -539,8 +597,11 @@ def _prefill_kernel(
     out,  # [tokens, heads, HEAD_DIM]
     query_start,  # [seqs + 1]
     context_lens,  # [seqs]
+    window,  # None, or the number of tokens that a query sees
     seqs,
     scale,
+    soft_cap,  # None, or the cap, as `_factors` says
+    sinks,  # None, or [heads]
     query_token_stride,
     query_head_stride,
     out_token_stride,
@@ -589,23 +650,40 @@ def _prefill_kernel(
     position = before + pair // GROUP  # [ROWS], the position of each row's query token: the last one it sees
     whole = (before + first_pair // GROUP + 1) // TILE * TILE  # up to here every row sees every key
     end = before + (tl.minimum(first_pair + ROWS, num_pairs) - 1) // GROUP + 1  # the last row ends here
+    start = 0  # from here to `whole` every row sees every key
+    if window is not None:
+        position = tl.minimum(position, end - 1)  # rows that do not exist see keys, too
+        begin = tl.maximum(before + first_pair // GROUP + 1 - window, 0)  # the first row's window begins here
+        whole = begin + (before + first_pair // GROUP + 1 - begin) // TILE * TILE
+        start = begin + tl.cdiv(tl.maximum(end - window - begin, 0), TILE) * TILE  # the last row's has begun
+        start = tl.minimum(start, whole)
 
     table = tables + tl.load(rows + seq).to(tl.int64) * table_stride
     kv_at = kv_head.to(tl.int64) * kv_head_stride
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)  # noqa: E741
     o = tl.zeros([ROWS, DIM], tl.float32)
-    for first in range(0, whole, TILE):
+    if window is not None:
+        m = tl.full([ROWS], LOWEST, tl.float32)
+    if sinks is not None:
+        m = tl.load(sinks + head) * LOG2_E
+        l += 1.0  # noqa: E741
+    for first in range(start, whole, TILE):
         block = _look_up(table, first, end, BLOCK_SIZE, TILE)
         m, l, o = _attend(  # noqa: E741
             q, m, l, o, keys + kv_at, values + kv_at, kv_scales, block, first, end, position,
-            scale, block_stride, slot_stride, BLOCK_SIZE, TILE, HEAD_DIM, DIM, MASKED=False,
+            scale, soft_cap, None, block_stride, slot_stride, BLOCK_SIZE, TILE, HEAD_DIM, DIM, MASKED=False,
         )  # fmt: skip
-    for first in range(whole, end, TILE):
+    masked_from, masked_to = whole, end
+    if window is not None:  # the tiles before `start` and those from `whole` on, in one loop
+        masked_from, masked_to = begin, end - (whole - start)
+    for first in range(masked_from, masked_to, TILE):
+        if window is not None:
+            first += tl.where(first >= start, whole - start, 0)
         block = _look_up(table, first, end, BLOCK_SIZE, TILE)
         m, l, o = _attend(  # noqa: E741
             q, m, l, o, keys + kv_at, values + kv_at, kv_scales, block, first, end, position,
-            scale, block_stride, slot_stride, BLOCK_SIZE, TILE, HEAD_DIM, DIM, MASKED=True,
+            scale, soft_cap, window, block_stride, slot_stride, BLOCK_SIZE, TILE, HEAD_DIM, DIM, MASKED=True,
         )  # fmt: skip
     o = o / l[:, None]
     out_at = token * out_token_stride + head * out_head_stride
@@ -636,6 +714,8 @@ def _attend(
     end,
     last_seen,  # [rows], the last position that each row sees
     scale,
+    soft_cap,  # None, or the cap, as `_factors` says
+    window,  # None, or the number of positions that each row sees; used if MASKED
     block_stride,
     slot_stride,
     BLOCK_SIZE: tl.constexpr,
@@ -647,7 +727,7 @@ def _attend(
     """One iteration of the paper's loop: attends to the keys at positions first .. first + TILE - 1, except those from
     `end` on.
 
-    Every row must see a key in its first tile: m is finite from then on, so -inf - -inf never occurs.
+    m must be finite, or every row must see a key in its first tile: then -inf - -inf never occurs.
     """
     position = first + tl.arange(0, TILE)  # [TILE]
     dim = tl.arange(0, DIM)[None, :]  # [1, DIM]
@@ -678,8 +758,14 @@ def _attend(
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [rows, TILE]; ieee: fp32 is not reduced to tf32
     if kv_scales is not None:
         scores *= k_scale[None, :]
+    if soft_cap is not None:  # tanh x = 1 - 2 / (1 + e^2x)
+        scores = soft_cap - 2 * soft_cap / (1 + tl.exp2(scores * scale))
+        scale = 1.0
     if MASKED:
-        scores = tl.where(position[None, :] <= last_seen[:, None], scores, float("-inf"))
+        seen = position[None, :] <= last_seen[:, None]
+        if window is not None:
+            seen &= position[None, :] > last_seen[:, None] - window
+        scores = tl.where(seen, scores, float("-inf"))
     m_new = tl.maximum(m, tl.max(scores, 1) * scale)
     fade = tl.exp2(m - m_new)  # [rows]
     p = tl.exp2(scores * scale - m_new[:, None])  # [rows, TILE]: one multiply-add and one exp2 each
@@ -828,7 +914,16 @@ def _padded(head_dim: int) -> int:
 # --- Checks, and the device -----------------------------------------------------------------------
 
 
-def _check(query: Tensor, keys: Tensor, values: Tensor, kv_scales: Tensor | None, scale: float) -> int:
+def _check(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    kv_scales: Tensor | None,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Tensor | None,
+) -> int:
     """Return the number of query heads for each key/value head. Raises ValueError if the arguments do not fit
     together."""
     heads, head_dim = query.shape[1:]
@@ -848,7 +943,21 @@ def _check(query: Tensor, keys: Tensor, values: Tensor, kv_scales: Tensor | None
         raise ValueError(f"queries in {query.dtype} do not match keys in {keys.dtype}")
     if not scale > 0:
         raise ValueError(f"scale must be positive, not {scale}")
+    if window is not None and window < 1:
+        raise ValueError(f"a window must have a token or more, not {window}")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap must be positive, not {soft_cap}")
+    if sinks is not None and (sinks.shape != (heads,) or sinks.dtype != torch.float32 or sinks.stride() != (1,)):
+        raise ValueError(f"sinks must be {heads} contiguous float32, not {sinks.dtype} {tuple(sinks.shape)}")
     return heads // kv_heads
+
+
+def _factors(scale: float, soft_cap: float | None) -> tuple[float, float | None]:
+    """Return the kernels' `scale` and `soft_cap`, such that scores come out times log2 e. With a cap, 2 to the power of
+    a product of query and key times `scale` is e^2x, x being that of the cap's tanh."""
+    if soft_cap is None:
+        return scale * LOG2_E.value, None
+    return 2 * scale / soft_cap * LOG2_E.value, soft_cap * LOG2_E.value
 
 
 def _num_sms(device: torch.device) -> int:

@@ -143,6 +143,14 @@ ATTENTION = (
     (torch.bfloat16, 128, 4, 16, "fp8", ()),
     (torch.bfloat16, 256, 32, 16, "fp8", ()),
     (torch.float32, 64, 3, 16, "int8", ()),
+    (torch.bfloat16, 128, 4, 16, "auto", ("window",)),  # Mistral 7B
+    (torch.bfloat16, 64, 8, 16, "auto", ("window", "sinks")),  # gpt-oss: every other layer
+    (torch.bfloat16, 64, 8, 16, "auto", ("sinks",)),
+    (torch.bfloat16, 256, 2, 16, "auto", ("window", "soft_cap")),  # Gemma 2 9B: every other layer
+    (torch.bfloat16, 256, 2, 16, "auto", ("soft_cap",)),
+    (torch.bfloat16, 128, 4, 16, "fp8", ("window",)),
+    (torch.bfloat16, 256, 32, 16, "int8", ("window", "soft_cap", "sinks")),
+    (torch.float32, 64, 3, 16, "auto", ("window", "soft_cap", "sinks")),
 )
 
 

@@ -57,10 +57,6 @@ class Batch:
     sinks: Tensor | None = None  # [heads]
 
     @property
-    def variants(self) -> dict[str, Any]:
-        return {"window": self.window, "soft_cap": self.soft_cap, "sinks": self.sinks}
-
-    @property
     def context_lens(self) -> Tensor:
         return int32([kv.shape[1] for kv in self.kv])
 
@@ -96,7 +92,8 @@ class Batch:
     @property
     def paged(self) -> Paged:
         keys, values = self.cache[:, LAYER, 0], self.cache[:, LAYER, 1]
-        return Paged(keys, values, self.tables, self.rows, self.context_lens)
+        paged = Paged(keys, values, self.tables, self.rows, self.context_lens)
+        return paged._replace(window=self.window, soft_cap=self.soft_cap, sinks=self.sinks)
 
     def decoded(self, *, num_sms: int) -> Tensor:
         """On a device of so many multiprocessors."""
@@ -106,13 +103,12 @@ class Batch:
         paged = self.paged
         with pytest.MonkeyPatch.context() as patched, memory:
             patched.setattr(attention, "_num_sms", lambda device: num_sms)
-            return paged_decode(self.query, paged, self.scale, **self.variants)
+            return paged_decode(self.query, paged, self.scale)
 
     def prefilled(self) -> Tensor:
         paged, query_start = self.paged, self.query_start
         with GuardedMemory():
-            most = max(self.query_lens)
-            return paged_prefill(self.query, paged, query_start, self.scale, max_query_len=most, **self.variants)
+            return paged_prefill(self.query, paged, query_start, self.scale, max_query_len=max(self.query_lens))
 
 
 def int32(numbers: Sequence[int]) -> Tensor:
@@ -364,8 +360,8 @@ def test_one_cuda_graph_serves_all_lengths(window: int | None) -> None:
         context_lens.copy_(batch.context_lens)
 
     def step() -> Tensor:
-        paged = Paged(cache[:, LAYER, 0], cache[:, LAYER, 1], tables, rows, context_lens)
-        return paged_decode(query, paged, scale, window=window)
+        paged = Paged(cache[:, LAYER, 0], cache[:, LAYER, 1], tables, rows, context_lens, window=window)
+        return paged_decode(query, paged, scale)
 
     load(batches[0])
     step()  # compiles; nothing can be compiled while a graph is recorded
@@ -426,15 +422,13 @@ def test_an_empty_batch_gives_an_empty_output() -> None:
 def test_what_does_not_fit_together_is_refused() -> None:
     batch = make_batch([16, 20], kv_heads=2)
 
-    def refused(
-        match: str, query: Tensor = batch.query, paged: Paged = batch.paged, scale: float = 1.0, **variants: Any
-    ) -> None:
+    def refused(match: str, query: Tensor = batch.query, scale: float = 1.0, **changed: Any) -> None:
         with pytest.raises(ValueError, match=match):
-            paged_decode(query, paged, scale, **variants)
+            paged_decode(query, batch.paged._replace(**changed), scale)
 
     refused("3 query heads", query=batch.query[:, :3])
     refused("head", query=batch.query[:, :, :32])
-    refused("same shape and strides", paged=batch.paged._replace(values=batch.paged.values.contiguous()))
+    refused("same shape and strides", values=batch.paged.values.contiguous())
     refused("elements of one head must be contiguous", query=batch.query.transpose(1, 2).contiguous().transpose(1, 2))
     refused("float16", query=batch.query.half())
     refused("scale must be positive", scale=0.0)

@@ -55,6 +55,9 @@ class Batch:
     tables: np.ndarray  # [seqs, max_blocks]
     lens: np.ndarray  # [seqs]
     scale: float = 0.3
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: np.ndarray | None = None  # [heads]
 
     @property
     def shared(self) -> Shared | None:
@@ -66,7 +69,9 @@ class Batch:
         rows = torch.arange(len(lens), dtype=torch.int32, device=device)
         on_device = None if shared is None else Shared(*(each.to(device) for each in shared))
         keys, values = self.cache.layer(LAYER)
-        paged = Paged(keys, values, tables, rows, lens, self.cache.scales(LAYER), on_device)
+        sinks = None if self.sinks is None else torch.from_numpy(self.sinks).to(device)
+        variants = self.window, self.soft_cap, sinks
+        paged = Paged(keys, values, tables, rows, lens, self.cache.scales(LAYER), on_device, *variants)
         with pytest.MonkeyPatch.context() as patched, GuardedMemory():
             patched.setattr(attention, "_num_sms", lambda device: num_sms)
             return paged_decode(self.query, paged, self.scale)
@@ -75,8 +80,9 @@ class Batch:
         """By the reference, which reads every block for each sequence; and by its own shared reading."""
         query = self.query.float().cpu().numpy()
         starts = np.arange(len(self.lens) + 1)
-        one_by_one = paged_attention(query, self.reference_cache, LAYER, self.tables, starts, self.lens, self.scale)
-        together = cascade_attention(query, self.reference_cache, LAYER, self.tables, self.lens, self.scale)
+        cache, rest = self.reference_cache, (self.lens, self.scale, self.window, self.soft_cap, self.sinks)
+        one_by_one = paged_attention(query, cache, LAYER, self.tables, starts, *rest)
+        together = cascade_attention(query, cache, LAYER, self.tables, *rest)
         np.testing.assert_allclose(together, one_by_one, rtol=0, atol=1e-5 * np.abs(one_by_one).max())
         return one_by_one
 
@@ -164,10 +170,23 @@ def test_what_is_read_once_gives_the_result_of_reading_it_for_each(data: st.Data
         kv_cache_dtype=data.draw(st.sampled_from(["auto", "auto", "int8", "fp8"])),
         seed=data.draw(st.integers(0, 2**32)),
     )
+    if data.draw(st.booleans()):
+        batch.soft_cap = data.draw(st.sampled_from([None, 0.7, 10.0]))
+        batch.sinks = np.random.default_rng(0).standard_normal(kv_heads * group).astype(np.float32)
     shared = batch.shared
     assert shared is not None
     assert set(prefixes) <= {(len(shared.members), 0)} or len(shared.num_tokens) == len(prefixes)
     batch.check(batch.decoded(shared, num_sms=data.draw(st.sampled_from([1, 2, 16]))))
+
+
+def test_a_layer_with_a_window_shares_nothing() -> None:
+    batch = make_batch([(3, 9)], [5, 20, 70, 30], dtype=torch.float32)
+    shared = batch.shared
+    assert shared is not None
+    batch.window = 50
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(attention, "_shared_kernel", None)
+        batch.check(batch.decoded(shared))
 
 
 @thorough

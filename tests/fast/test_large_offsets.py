@@ -116,6 +116,7 @@ def attention(module: ModuleType, high: bool) -> Results:
         yield split_decode(module, high)
         yield from shared_decode(module, high)
         yield from attended_in_8_bits(module, high)
+        yield from attended_with_a_window(module, high)
 
 
 def attended(module: ModuleType, high: bool) -> Results:
@@ -127,6 +128,19 @@ def attended(module: ModuleType, high: bool) -> Results:
     yield module.paged_decode(query, Paged(keys, values, tables, rows, lengths), 0.1)
     one = Paged(keys, values, tables, rows[:1], lengths[2:])
     yield module.paged_prefill(query, one, integers(0, 3), 0.1, max_query_len=3)
+
+
+def attended_with_a_window(module: ModuleType, high: bool) -> Results:
+    """And soft caps and sinks: with tokens of the last two blocks alone; the entry of the first is left over."""
+    blocks, spread = placed(high)
+    cache = filled_cache(blocks)
+    keys, values = cache[:, 1, 0], cache[:, 1, 1]
+    tables, rows, lengths = spread(integers([-1] * 3, [-1] * 3, [-1, *blocks[1:]])), integers(2), integers(41)
+    query = spread(numbers(3, HEADS, HEAD_DIM))
+    variants = {"window": 20, "soft_cap": 1.0, "sinks": numbers(HEADS, dtype=torch.float32)}
+    paged = Paged(keys, values, tables, rows, lengths, **variants)
+    yield module.paged_decode(query[2:], paged, 0.1)
+    yield module.paged_prefill(query, paged, integers(0, 3), 0.1, max_query_len=3)
 
 
 def attended_in_8_bits(module: ModuleType, high: bool) -> Results:

@@ -104,25 +104,16 @@ LOWEST = tl.constexpr(-(2.0**126))
 # --- Decode ----------------------------------------------------------------------------------------
 
 
-def paged_decode(
-    query: Tensor,
-    paged: Paged,
-    scale: float,
-    *,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def paged_decode(query: Tensor, paged: Paged, scale: float) -> Tensor:
     """See `minipaged.fast.kernels`. Queries may be strided by token and by head.
 
     Raises ValueError for shapes or strides that do not fit. Its allocations depend on shapes alone, so that a CUDA
     graph can record it. (Of `paged.shared`, a graph would record the numbers of prefixes and members.) With a window,
     `paged.shared` is ignored.
     """
-    _check_supported(paged)
-    keys, values, tables, rows, context_lens, kv_scales, shared, *_ = paged
+    keys, values, tables, rows, context_lens, kv_scales, shared, window, soft_cap, sinks = paged
     seqs, heads, head_dim = query.shape
-    group = _check(query, keys, values, kv_scales, scale, window, soft_cap, sinks)
+    group = _check(query, paged, scale)
     factor, cap = _factors(scale, soft_cap)
     kv_heads = keys.shape[1]
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -535,25 +526,14 @@ def _reduce_kernel(
 # --- Prefill ---------------------------------------------------------------------------------------
 
 
-def paged_prefill(
-    query: Tensor,
-    paged: Paged,
-    query_start: Tensor,
-    scale: float,
-    *,
-    max_query_len: int,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def paged_prefill(query: Tensor, paged: Paged, query_start: Tensor, scale: float, *, max_query_len: int) -> Tensor:
     """See `minipaged.fast.kernels`. Queries may be strided by token and by head.
 
     Raises ValueError for shapes or strides that do not fit.
     """
-    _check_supported(paged)
-    keys, values, tables, rows, context_lens, kv_scales, *_ = paged
+    keys, values, tables, rows, context_lens, kv_scales, _, window, soft_cap, sinks = paged
     tokens, _, head_dim = query.shape
-    group = _check(query, keys, values, kv_scales, scale, window, soft_cap, sinks)
+    group = _check(query, paged, scale)
     seqs = len(context_lens)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     capability = _capability(query.device)
@@ -914,18 +894,10 @@ def _padded(head_dim: int) -> int:
 # --- Checks, and the device -----------------------------------------------------------------------
 
 
-def _check(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    kv_scales: Tensor | None,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: Tensor | None,
-) -> int:
+def _check(query: Tensor, paged: Paged, scale: float) -> int:
     """Return the number of query heads for each key/value head. Raises ValueError if the arguments do not fit
     together."""
+    keys, values, *_, kv_scales, _, window, soft_cap, sinks = paged
     heads, head_dim = query.shape[1:]
     kv_heads = keys.shape[1]
     if heads % kv_heads or keys.shape[3] != head_dim:
@@ -971,8 +943,3 @@ def _capability(device: torch.device) -> int:
         major, minor = torch.cuda.get_device_capability(device)
         return 10 * major + minor
     return 80
-
-
-def _check_supported(paged: Paged) -> None:
-    if paged.window is not None or paged.soft_cap is not None or paged.sinks is not None:
-        raise ValueError("windows, soft caps and sinks are not computed on a GPU yet")

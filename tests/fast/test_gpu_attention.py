@@ -306,6 +306,16 @@ def test_the_splits_are_those_of_the_window(window: int, room: int, parts: list[
     assert torch.isfinite(partial_lse).sum(-1).tolist() == [[n, n] for n in parts]
 
 
+def test_a_batch_is_divided_by_its_windows() -> None:
+    """Not by its contexts: windows of 5 tiles each are divided between 3 programs."""
+    batch = make_batch([600, 1000], dtype=torch.float16, window=300)
+    memory = GuardedMemory()
+    assert_close(batch.decoded_in(memory, num_sms=2), batch)
+    _, _, partial_lse, *_ = memory.allocated
+    assert partial_lse.shape[2] == 3
+    assert torch.isfinite(partial_lse).sum(-1).tolist() == [[2, 2], [2, 2]]
+
+
 def test_decode_divides_by_the_multiprocessors_of_its_device() -> None:
     batch = make_batch([300, 40])
     assert_close(paged_decode(batch.query, batch.paged, batch.scale), batch)
@@ -384,6 +394,7 @@ def test_a_prompt_of_several_tiles_is_causal_everywhere(group: int) -> None:
     assert_close(batch.prefilled(), batch)
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("window", [1, 5, 40, 64, 100])
 @pytest.mark.parametrize("group", [1, 3])
 def test_the_rows_of_a_tile_have_windows_of_their_own(window: int, group: int) -> None:

@@ -179,6 +179,12 @@ def test_what_is_read_once_gives_the_result_of_reading_it_for_each(data: st.Data
     batch.check(batch.decoded(shared, num_sms=data.draw(st.sampled_from([1, 2, 16]))))
 
 
+def test_what_is_read_once_has_soft_caps_and_one_sink() -> None:
+    batch = make_batch([(3, 9)], [5, 20, 70, 200], dtype=torch.float32)
+    batch.soft_cap, batch.sinks = 0.7, np.array([1.0, 3.0], np.float32)
+    batch.check(batch.decoded(batch.shared, num_sms=16))
+
+
 def test_a_layer_with_a_window_shares_nothing() -> None:
     batch = make_batch([(3, 9)], [5, 20, 70, 30], dtype=torch.float32)
     shared = batch.shared

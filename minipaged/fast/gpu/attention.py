@@ -300,7 +300,7 @@ def _decode_kernel(
     o = tl.zeros([ROWS, DIM], tl.float32)
     if sinks is not None:
         m = tl.where(split == 0, tl.load(sinks + head, mask=row < GROUP, other=0.0) * LOG2_E, m)
-        l += (split == 0).to(tl.float32)  # noqa: E741
+        l += 1.0  # of no weight while m is -inf  # noqa: E741
     if lots is not None:  # the shared splits come before; counted after the loop, their number would spill
         split += _shared_splits(tl.load(lots + seq), max_shared_splits)[0]
     whole = end // TILE * TILE  # tiles are whole up to here, since `start` is a multiple of TILE

@@ -16,7 +16,7 @@ from minipaged.fast import attention as fast
 from minipaged.fast.kv_cache import KVCache as FastCache
 from minipaged.reference import attention as reference
 from minipaged.reference.kv_cache import KVCache as ReferenceCache
-from tests.agreement.kernels import CPU, TOLERANCE, TRITON, KernelSet, every_kernel_set, every_kernel_set_and_dtype
+from tests.agreement.kernels import CPU, TOLERANCE, KernelSet, every_kernel_set, every_kernel_set_and_dtype
 from tests.effort import examples
 
 LAYER = 1
@@ -126,7 +126,7 @@ def test_mixed_batches_agree(kernel_set: KernelSet, dtype: torch.dtype, data: st
             head_dim=data.draw(st.sampled_from([32, 64, 80] if kernel_set is CPU else [32, 40])),
             seed=data.draw(st.integers(0, 2**32)),
             kv_cache_dtype=data.draw(st.sampled_from(["auto", "int8", "fp8"])),
-            **(data.draw(MORE) if kernel_set is CPU else {}),
+            **data.draw(MORE),
         )
     )
 
@@ -153,14 +153,6 @@ def test_windows_that_are_no_multiples_of_a_block_agree(block_size: int, window:
     for head_dim in (64, 256):
         check(make_batch(CPU, torch.float32, decoding, head_dim=head_dim, sinks=True, **more))
         check(make_batch(CPU, torch.float32, chunks, head_dim=head_dim, soft_cap=2.0, **more))
-
-
-@pytest.mark.parametrize("more", [{"window": 5}, {"soft_cap": 1.0}, {"sinks": True}])
-@pytest.mark.parametrize("queries", [1, 4])
-def test_triton_says_what_it_does_not_compute_yet(more: dict[str, Any], queries: int) -> None:
-    batch = make_batch(TRITON, torch.float32, [(20, queries)], block_size=16, **more)
-    with pytest.raises(ValueError, match="not computed on a GPU yet"):
-        batch.result()
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 256])

@@ -191,7 +191,7 @@ def attention_entries(
         shared |= dict.fromkeys(("prefixes", "max_shared_splits", "splits"), "i32")
         strides = {name: kind for name, kind in STRIDES.items() if not name.startswith("out_")}
         with_variants, without = varied(attention._shared_kernel, variants)
-        if "window" not in variants:
+        if "window" not in variants and "sinks" not in variants:  # of sinks it knows nothing
             yield Entry(
                 f"shared-{shape}",
                 attention._shared_kernel,
@@ -203,7 +203,9 @@ def attention_entries(
             )
         prompts = {}  # by rows of a tile: long prompts, and a few tokens each
         for max_query_len in (1024, 8):
-            options = attention.prefill_options(dtype, head_dim, group, block_size, arch, in_8_bits, max_query_len)
+            options = attention.prefill_options(
+                dtype, head_dim, group, block_size, arch, in_8_bits, max_query_len, windowed="window" in variants
+            )
             prompts[options["ROWS"]] = options
         lengths = {"query_start": "*i32", "context_lens": "*i32", "seqs": "i32"}
         with_variants, without = varied(attention._prefill_kernel, variants)

@@ -537,9 +537,8 @@ def paged_prefill(query: Tensor, paged: Paged, query_start: Tensor, scale: float
     seqs = len(context_lens)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     capability = _capability(query.device)
-    options = prefill_options(
-        query.dtype, head_dim, group, keys.shape[2], capability, kv_scales is not None, max_query_len
-    )
+    shape = query.dtype, head_dim, group, keys.shape[2], capability, kv_scales is not None
+    options = prefill_options(*shape, max_query_len, windowed=window is not None)
     num_tiles = tokens * group // options["ROWS"] + seqs
     if tokens == 0:
         return out
@@ -815,13 +814,18 @@ def prefill_options(
     capability: int,
     in_8_bits: bool,
     max_query_len: int,
+    *,
+    windowed: bool = False,
 ) -> dict[str, Any]:
     """Return the prefill kernel's compile options. More rows fetch K and V less often; fewer rows leave none idle."""
     most = 32 if dtype == torch.float32 else 128
     if (_padded(head_dim) > 128 or in_8_bits) and not _multiplies_from_shared_memory(capability):
         most //= 2
     rows = max(MIN_ROWS.value, min(most, triton.next_power_of_2(max_query_len * group)))
-    return _options(dtype, head_dim, group, block_size, capability, in_8_bits, rows)
+    options = _options(dtype, head_dim, group, block_size, capability, in_8_bits, rows)
+    if windowed and dtype == torch.float32:
+        options["num_warps"] = 8  # with 4, the masks of a window spill
+    return options
 
 
 def shared_options(

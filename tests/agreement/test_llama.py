@@ -206,8 +206,8 @@ def test_logits_agree_however_the_tokens_are_batched(
     """Prompts in chunks, decoding, mixed batches, forks with copy-on-write."""
     heads, kv_heads = data.draw(st.sampled_from([(4, 2), (3, 3), (6, 1)]))
     config = config_of(num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=heads == 3)
-    more = data.draw(st.sampled_from(COUSINS + FORGETFUL if kernel_set is CPU else COUSINS))
-    config, sinks = replace(config, **more), kernel_set is CPU and data.draw(st.booleans())
+    more = data.draw(st.sampled_from(COUSINS + FORGETFUL))
+    config, sinks = replace(config, **more), data.draw(st.booleans())
     twins = Twins(kernel_set, dtype, config, data.draw(st.integers(0, 2**32)), sinks=sinks)
     twins.prompt_logprobs = data.draw(st.sampled_from([None, 0, 2]))
     for _ in range(data.draw(st.integers(1, 3))):
@@ -221,9 +221,10 @@ def test_logits_agree_however_the_tokens_are_batched(
 
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("more", FORGETFUL)
-def test_logits_agree_beyond_a_window(more: dict[str, Any], sinks: bool) -> None:
+@pytest.mark.parametrize("kernel_set", [CPU, pytest.param(TRITON, marks=thorough)], ids=lambda each: each.name)
+def test_logits_agree_beyond_a_window(kernel_set: KernelSet, more: dict[str, Any], sinks: bool) -> None:
     """Prompts in chunks that cut windows, decoding, and both at once."""
-    twins = Twins(CPU, torch.float32, replace(config_of(), **more), seed=0, sinks=sinks)
+    twins = Twins(kernel_set, torch.float32, replace(config_of(), **more), seed=0, sinks=sinks)
     for text in (DIGITS * 3, DIGITS * 2, [5]):
         twins.begin(text)
     for query_lens in ([5, 20, 1], [9, 1, 0], [1, 1, 0], [1, 1, 1], [3, 1, 1], [1, 1, 1]):

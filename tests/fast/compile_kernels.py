@@ -332,13 +332,15 @@ def model_entries(arch: int) -> Iterator[Entry]:
             both = x | {"residual": pointer, "residual_stride": "i32"}
             yield Entry(f"add-rms-norm-{name}-{hidden}", llama._add_rms_norm, both, options, wide=BOTH)
         for intermediate in (1536, 14336) if half_on_hopper else (14336,):
-            yield Entry(
-                f"swiglu-{name}-{intermediate}",
-                llama._swiglu,
-                {"gate_up": pointer, "activated": pointer, "gate_up_stride": "i32"},
-                {"INTERMEDIATE": intermediate, "TILE": llama.TILE, "num_warps": 4, "enable_fp_fusion": False},
-                wide=BOTH,
-            )
+            for gate in ("swiglu", "geglu"):
+                options = {"INTERMEDIATE": intermediate, "TILE": llama.TILE, "GELU": gate == "geglu", "num_warps": 4}
+                yield Entry(
+                    f"{gate}-{name}-{intermediate}",
+                    llama._gate,
+                    {"gate_up": pointer, "activated": pointer, "gate_up_stride": "i32"},
+                    options | {"enable_fp_fusion": False},
+                    wide=BOTH,
+                )
         for vocab in (49152, 128256) if half_on_hopper else (128256,):
             yield Entry(
                 f"tile-peaks-{name}-{vocab}",

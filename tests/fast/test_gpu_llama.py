@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
-from minipaged.fast.gpu import add_rms_norm, rms_norm, swiglu
+from minipaged.fast.gpu import add_rms_norm, geglu, rms_norm, swiglu
 from minipaged.reference import llama
 from tests.effort import examples
 from tests.fast.guarded import GuardedMemory
@@ -90,18 +90,19 @@ def test_half_precision_is_rounded_where_transformers_rounds_it(dtype: torch.dty
 
 @settings(max_examples=examples(40))
 @given(tokens=st.integers(0, 4), intermediate=SIZES, dtype=st.sampled_from(DTYPES), strided=st.booleans())
-def test_swiglu_is_the_references(tokens: int, intermediate: int, dtype: torch.dtype, strided: bool) -> None:
+def test_gates_are_the_references(tokens: int, intermediate: int, dtype: torch.dtype, strided: bool) -> None:
     gate_up = numbers(tokens, 2 * intermediate, dtype=dtype, seed=8, strided=strided)
     gate_up[:, :intermediate] *= 10
     gate, up = wide(gate_up)[:, :intermediate], wide(gate_up)[:, intermediate:]
-    expected = llama.silu(gate) * up
-    with GuardedMemory():
-        activated = swiglu(gate_up)
-    # Half precision's smallest steps are absolute.
-    np.testing.assert_allclose(wide(activated), expected, rtol=ROUNDING[dtype], atol=1e-7)
-    assert torch.equal(swiglu(gate_up), activated)
+    for gated, activate in ((swiglu, llama.silu), (geglu, llama.gelu)):
+        expected = activate(gate) * up
+        with GuardedMemory():
+            activated = gated(gate_up)
+        # Half precision's smallest steps are absolute.
+        np.testing.assert_allclose(wide(activated), expected, rtol=ROUNDING[dtype], atol=1e-7)
+        assert torch.equal(gated(gate_up), activated)
 
 
 def test_a_gate_far_below_zero_closes_and_far_above_lets_through():
     gate_up = torch.tensor([[-1000.0, 1000.0, 0.0, 3.0, 3.0, 3.0]], device=DEVICE)
-    assert swiglu(gate_up).tolist() == [[0.0, 3000.0, 0.0]]
+    assert swiglu(gate_up).tolist() == geglu(gate_up).tolist() == [[0.0, 3000.0, 0.0]]

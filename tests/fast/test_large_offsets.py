@@ -261,6 +261,7 @@ def llama(module: ModuleType, high: bool) -> Results:
     yield module.add_rms_norm(x, residual, weight, 1e-5)
     yield residual
     yield module.swiglu(x)
+    yield module.geglu(x)
 
 
 def packed(module: ModuleType, high: bool) -> Results:

@@ -7,6 +7,7 @@ would read and write the row five times.
     rms_norm       norm(x)
     add_rms_norm   residual += x, norm(residual): the sum is normalized while it is still in registers
     swiglu         silu(gate) * up
+    geglu          gelu(gate) * up
 
 Rounding follows transformers' `LlamaRMSNorm`: the norm in float32, rounded to the tensor's type, then multiplied by the
 weight in that type. Rounding elsewhere would be as accurate, but in half precision the last bits of the logits would
@@ -32,8 +33,8 @@ from minipaged.fast.linear import expanded, quantizing
 from minipaged.models.quantized.stored import StoredMatrix
 
 TILE = 1024
-"""The elements that a program of `swiglu` computes: with four warps, each thread has 8 elements, which are 16 bytes in
-half precision."""
+"""The elements that a program of `swiglu` or `geglu` computes: with four warps, each thread has 8 elements, which are
+16 bytes in half precision."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -101,29 +102,37 @@ def _warps(x: Tensor) -> int:
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """See `minipaged.fast.kernels`. Rows may be strided."""
+    return _gated(gate_up, gelu=False)
+
+
+def geglu(gate_up: Tensor) -> Tensor:
+    """See `minipaged.fast.kernels`. Rows may be strided."""
+    return _gated(gate_up, gelu=True)
+
+
+def _gated(gate_up: Tensor, *, gelu: bool) -> Tensor:
     tokens, intermediate = len(gate_up), gate_up.shape[1] // 2
     activated = gate_up.new_empty(tokens, intermediate)
-    _swiglu[tokens, triton.cdiv(intermediate, TILE)](
-        gate_up, activated, gate_up.stride(0), INTERMEDIATE=intermediate, TILE=TILE, num_warps=4, enable_fp_fusion=False
-    )
+    _gate[tokens, triton.cdiv(intermediate, TILE)](
+        gate_up, activated, gate_up.stride(0),
+        INTERMEDIATE=intermediate, TILE=TILE, GELU=gelu, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
     return activated
 
 
 @triton.jit
-def _swiglu(gate_up, activated, gate_up_stride, INTERMEDIATE: tl.constexpr, TILE: tl.constexpr):
+def _gate(gate_up, activated, gate_up_stride, INTERMEDIATE: tl.constexpr, TILE: tl.constexpr, GELU: tl.constexpr):
     """One program per (token, tile) computes a tile of the token's row."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * TILE + tl.arange(0, TILE)  # [TILE]
     row = gate_up + token * gate_up_stride + i
     gate = tl.load(row, mask=i < INTERMEDIATE, other=0.0).to(tl.float32)
     up = tl.load(row + INTERMEDIATE, mask=i < INTERMEDIATE, other=0.0).to(tl.float32)
-    # exp(-gate) may become inf, and gate / inf = 0 is right.
-    tl.store(activated + token * INTERMEDIATE + i, gate / (1 + tl.exp(-gate)) * up, mask=i < INTERMEDIATE)
-
-
-def geglu(gate_up: Tensor) -> Tensor:
-    """See `minipaged.fast.kernels`."""
-    raise ValueError("Gemma's activation is not computed on a GPU yet")
+    steepness = gate
+    if GELU:
+        steepness = 2 * 0.7978845608 * (gate + 0.044715 * gate * gate * gate)  # 0.79...: sqrt(2 / pi)
+    # exp may become inf, and gate / inf = 0 is right.
+    tl.store(activated + token * INTERMEDIATE + i, gate / (1 + tl.exp(-steepness)) * up, mask=i < INTERMEDIATE)
 
 
 def computing(*, throughout: bool = True, kind: Hashable = None) -> AbstractContextManager[None]:

@@ -45,6 +45,8 @@ class Case:
     """A model, and how it is served."""
 
     model_type: str = "llama"
+    window: int | None = None
+    """Of layers, of those that have one in this type of model."""
     head_dim: int = 64
     kv_heads: int = 2
     group: int = 3
@@ -188,7 +190,7 @@ fast_llama.LEAST_SAVED_ON_GPU = 1  # common blocks are read once for many sequen
 
 
 def model(case: Case) -> tuple[ModelConfig, dict[str, torch.Tensor | StoredMatrix]]:
-    """A Llama of one layer, or a cousin, all zeros."""
+    """A Llama of one layer, or a cousin (of two, if one may have a window), all zeros."""
     intermediate = 1100 if case.packed else 96  # so that inputs are divided
     config = ModelConfig.from_dict(
         {
@@ -196,7 +198,7 @@ def model(case: Case) -> tuple[ModelConfig, dict[str, torch.Tensor | StoredMatri
             "vocab_size": case.vocab,
             "hidden_size": 64,
             "intermediate_size": intermediate,
-            "num_hidden_layers": 1,
+            "num_hidden_layers": 1 if case.window is None else 2,
             "num_attention_heads": case.kv_heads * case.group,
             "num_key_value_heads": case.kv_heads,
             "head_dim": case.head_dim,
@@ -205,6 +207,7 @@ def model(case: Case) -> tuple[ModelConfig, dict[str, torch.Tensor | StoredMatri
             "rms_norm_eps": 1e-5,
             "max_position_embeddings": 1024,
         }
+        | ({} if case.window is None else {"sliding_window": case.window})
     )
     dtype = getattr(torch, case.dtype)
     pack = PACKED[case.packed]

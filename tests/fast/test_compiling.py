@@ -52,6 +52,9 @@ MODELS: list[dict[str, Any]] = [
     {"packed": "float8", "max_num_seqs": 40, "num_blocks": 60},
     {"packed": "float8", "capability": 80},
     {"model_type": "qwen2"},
+    {"model_type": "mistral", "window": 40, "num_blocks": 60},
+    {"model_type": "mistral", "window": 150, "num_blocks": 60, "max_num_seqs": 40, "sms": 20, "dtype": "float32"},
+    {"model_type": "gemma2", "window": 300, "num_blocks": 60, "head_dim": 256, "group": 2},
     {"model_type": "qwen3", "head_dim": 128},
     {"model_type": "qwen3", "head_dim": 36, "kv_heads": 3, "dtype": "float16"},  # the second norm at an odd address
     {"head_dim": 36, "group": 1, "kv_heads": 1, "dtype": "float16", "small_layers": False},  # 72 bytes a query token

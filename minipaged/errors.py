@@ -39,6 +39,9 @@ class Invariant(StrEnum):
     PINNED_IN_FLIGHT = "pinned-in-flight"
     """A block that a transfer reads or writes is neither freed nor handed out until the transfer is known to be
     done."""
+    WINDOW_CONTENT = "window-content"
+    """A sequence holds each block that a layer of the block's group sees from its next token on, and none that no layer
+    of the group sees."""
     PARALLEL_INVARIANCE = "parallel-invariance"
     """Ranks in several processes compute the same bits as the same shards in one process, and choose the same tokens
     as a single rank."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from dataclasses import fields as fields_of
 from functools import cache
+from types import UnionType
 from typing import Any, ClassVar, Literal, Protocol, get_args, get_origin, get_type_hints
 
 
@@ -40,6 +41,9 @@ class Event:
 
 Listener = Callable[["Event"], None]
 
+HOLE = -1
+"""An entry of a block table whose block was given back, because no layer of its group sees its tokens any more."""
+
 
 # --- Steps ----------------------------------------------------------------------------------------
 
@@ -53,6 +57,9 @@ class EngineStarted(Event):
     num_swap_blocks: int
     block_size: int
     max_model_len: int
+    group_windows: tuple[int | None, ...] = (None,)
+    """For each group of layers, the number of tokens that a token sees in them; None: all. With several groups a block
+    table has an entry in each for every logical block, one after another, and events number its entries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +256,17 @@ class PrefixReused(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class BlocksPassed(Event):
+    """The windows of some layers have passed these blocks of the sequence, and it gave them back. Their table entries
+    are holes now."""
+
+    name: ClassVar[str] = "blocks_passed"
+    sequence: int
+    entries: tuple[int, ...]
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class BlocksFreed(Event):
     """The sequence gave back all its blocks (device blocks, or host blocks if it was swapped out)."""
 
@@ -412,6 +430,9 @@ def _check(hint: Any) -> Callable[[Any], bool]:
             and len(value) == len(checks)
             and all(is_right(item) for is_right, item in zip(checks, value, strict=True))
         )
+    if get_origin(hint) is UnionType:
+        of_any = [_check(each) for each in of]
+        return lambda value: any(is_right(value) for is_right in of_any)
     types = (int, float) if hint is float else (hint,)
     return lambda value: type(value) in types
 

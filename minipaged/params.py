@@ -384,13 +384,26 @@ class EngineConfig(EngineSettings):
     """Blocks in the host pool that swapping uses."""
     eos_token_ids: tuple[int, ...] = ()
     """The model's end-of-sequence tokens."""
+    group_windows: tuple[int | None, ...] = (None,)
+    """For each group of the model's layers, the number of tokens to which a token attends, itself included; None: all
+    before it and itself. Layers of a group share a block table (`engine/grouped_table.py`)."""
     async_scheduling: bool = False
     """Launch the next step before the host knows the tokens of this one, if no request needs them there. No effect with
     `pipeline_parallel_size` above 1, where steps of other sequences are in flight meanwhile."""
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether some layers see only a window of the last tokens."""
+        return any(window is not None for window in self.group_windows)
+
     def __post_init__(self) -> None:
         check(self)
         check_tiers(self, self.num_swap_blocks == 0)
+        _require(
+            not (self.kv_cache_tiers and self.has_windows),
+            f"kv_cache_tiers is {self.kv_cache_tiers!r}, but some of the model's layers have a window, and the floors "
+            "below the prefix cache keep blocks of models without windows only; leave kv_cache_tiers out",
+        )
         _require(
             self.preemption != "swap" or self.num_swap_blocks > 0,
             "preemption is 'swap' but num_swap_blocks is 0; give the host pool some blocks or choose 'recompute'",

@@ -58,6 +58,8 @@ class RequestView:
     num_cached_tokens: int = 0
     """If it waits without blocks: its first tokens that the prefix cache has now, counted in full blocks. It need not
     run them if it is admitted now. They can be more or fewer at the next call."""
+    most_blocks: int | None = None
+    """The most blocks that it can come to hold, if layers of the model have windows; None: as a policy counts them."""
 
 
 @dataclass(frozen=True, slots=True)

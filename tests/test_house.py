@@ -76,7 +76,7 @@ HOUSE = {
     ),
     # The one room that knows the wings.
     "tiers": Room(
-        "contracts errors models.config models.shards params",
+        "contracts errors models.config models.layer_groups models.shards params",
         late={"whoever chooses a tier loads what it needs, and only that": "fast models.loading numpy reference torch"},
     ),
     "simulation": Room("contracts engine errors events mirror params scheduling steps tiers"),
@@ -327,7 +327,8 @@ def test_the_wings_have_the_same_rooms():
     `cores.py`, and its kernels live in two rooms below, where they store 8 bits too; `kernels.py` says what they are.)
     """
     for wing in WINGS:
-        others = {"__init__", "cores", "device", "kernels"} if wing == "fast" else {"__init__", "eight_bits"}
+        others = {"cores", "device", "kernels"} if wing == "fast" else {"eight_bits", "flat_batch"}
+        others |= {"__init__"}
         assert {path.stem for path in (ROOT / wing).glob("*.py")} == TWINS.keys() | others
 
 
@@ -464,7 +465,7 @@ FIRST_READING = (
     *sorted(
         f"reference/{path.name}"
         for path in (ROOT / "reference").glob("*.py")
-        if path.stem not in ("cascade", "eight_bits", "handover", "linear", "rope", "sharded")
+        if path.stem not in ("cascade", "eight_bits", "flat_batch", "handover", "linear", "rope", "sharded")
     ),
     *(f"engine/{name}.py" for name in ("engine", "scheduler", "policy", "block_manager", "prefix_cache")),
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -33,9 +35,38 @@ __all__ = [
     "letters",
     "random_workload",
     "run_workload",
+    "windowed",
 ]
 
 REFERENCE = reference_tier()
+
+GROUPS: tuple[tuple[int | None, ...], ...] = (
+    (None, 5),
+    (7,),
+    (None, 4, 4),
+    (3, None),
+    (None, 1),
+    (9, 2),
+    (None, None, 6),
+    (16,),
+)
+"""Windows of the groups of layers that `windowed` chooses from."""
+
+
+def windowed(seed: int) -> Workload:
+    """The random workload of this seed, on a model whose layers are in groups."""
+    r, workload = random.Random(f"windows of {seed}"), random_workload(seed)
+    groups, config = r.choice(GROUPS), workload.config
+    config = replace(
+        config,
+        group_windows=groups,
+        num_blocks=max(1, round(config.num_blocks * len(groups) * r.choice([0.7, 1.0, 1.0, 1.3]))),
+        num_swap_blocks=config.num_swap_blocks * r.choice([1, len(groups)]),
+        async_scheduling=r.random() < 0.4,
+        pipeline_parallel_size=r.choice([1, 1, 1, 3]),
+    )
+    return replace(workload, config=config)
+
 
 _fast = fast_tier()
 

@@ -145,7 +145,7 @@ class Stage:
 
     @property
     def max_model_len(self) -> int:
-        return min(MAX_MODEL_LEN, self.model.tier.context_length(self.model.config))
+        return min(MAX_MODEL_LEN, self.model.config.max_position_embeddings)
 
     @property
     def bytes_per_token(self) -> int:

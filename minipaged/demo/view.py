@@ -30,6 +30,7 @@ from rich.style import Style
 
 from minipaged.demo.ticker import printable
 from minipaged.engine.detokenizer import Decode, text_of
+from minipaged.events import HOLE
 from minipaged.replay.state import LETTERS, NO_LETTER, LiveRequest, LiveSequence, PoolState, State
 from minipaged.replay.teller import Sentence
 
@@ -363,17 +364,20 @@ class StateView:
         """The block numbers of a block table with their reference counts, and the filled slots of the last block."""
         size = state.block_size
         if sequence.ended:
-            return [Segment(f"has ended: {len(sequence.table)} blocks given back", DIM)]
+            return [Segment(f"has ended: {len(sequence.blocks)} blocks given back", DIM)]
         if not sequence.table:
             return [Segment("no blocks: waits to be computed again", DIM)]
         pool = state.host if sequence.swapped else state.device
         items: list[Segment] = []
         for block in sequence.table:
+            if block == HOLE:
+                items.append(Segment(" - ", DIM))
+                continue
             holders = pool.holders[block]
             count = len(holders) if sequence.swapped else state.ref_count(block)
             text = f" {block}×{count} " if count > 1 else f" {block} "
             items.append(Segment(text, self.style(state.sequences[holders[0]].letter) + REVERSED))
-        filled = sequence.num_computed - (len(sequence.table) - 1) * size
+        filled = sequence.filled(len(sequence.table) - 1, size)
         line: Line = [Segment("on the host ", BOLD)] if sequence.swapped else []
         tail = f"{filled} of {size} filled"
         kept = _fitting(items, width - len(tail) - Segment.get_line_length(line))

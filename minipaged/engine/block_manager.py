@@ -94,14 +94,19 @@ class BlockManager(Memory):
         if request.state is RequestState.SWAPPED:  # its blocks, and those that its next step adds
             needed = len(request.filled_slots(self.block_size))
             return needed + self.blocks_needed([(s, s.num_remaining) for s in request.sequences])
-        needed = 0
-        for i, sequence in enumerate(request.sequences):
-            needed += self.blocks_for(len(sequence.tokens))
-            needed -= max((self._shared_blocks(sequence, s) for s in request.sequences[:i]), default=0)
+        needed = self._blocks_for_all(request)
         if self.prefix_cache and request.reads_prefix_cache:
             cached = beginning_of(self.prefix_cache, request.sequences[0].tokens, within_block=False).blocks
             # A cached block that only the cache holds counts as available.
             needed -= sum(not self.prefix_cache.is_evictable(block) for block in cached)
+        return needed
+
+    def _blocks_for_all(self, request: Request) -> int:
+        """The blocks of all its tokens. Full blocks with which several of its sequences begin count once."""
+        needed = 0
+        for i, sequence in enumerate(request.sequences):
+            needed += self.blocks_for(len(sequence.tokens))
+            needed -= max((self._shared_blocks(sequence, s) for s in request.sequences[:i]), default=0)
         return needed
 
     def _shared_blocks(self, sequence: SequenceState, sibling: SequenceState) -> int:
@@ -152,14 +157,15 @@ class BlockManager(Memory):
     def append(self, sequence: SequenceState, num_tokens: int) -> None:
         """Take slots for the sequence's next `num_tokens` tokens. Raises OutOfBlocks, having changed nothing."""
         table = sequence.table
-        start, held = table.num_tokens, len(table.blocks)
+        start, held = table.num_tokens, len(sequence.entries)
         self._make_room(table.blocks_needed(num_tokens))
-        for source, destination in table.append(num_tokens):
+        copies = table.append(num_tokens)
+        for entry, (source, destination) in enumerate(copies, held - len(copies)):
             self._copy.append((source, destination))
-            self._writer.table_changed(sequence, held - 1)
+            self._writer.table_changed(sequence, entry)
             holders = self.allocator.ref_count(source) + 1  # before the copy
-            self._emit(BlockCopied(sequence.sequence_id, held - 1, source, destination, holders))
-        new = len(table.blocks) - held
+            self._emit(BlockCopied(sequence.sequence_id, entry, source, destination, holders))
+        new = len(sequence.entries) - held
         if new:
             self._writer.table_changed(sequence, held)
         self.num_entries += new
@@ -168,7 +174,8 @@ class BlockManager(Memory):
         if table.num_tokens >= sequence.most_computed:
             sequence.most_computed = 0
         if recomputed or self._emit.heard:
-            self._emit(TokensComputed(sequence.sequence_id, table.num_tokens, tuple(table.blocks[held:]), recomputed))
+            blocks = tuple(sequence.entries[held:])
+            self._emit(TokensComputed(sequence.sequence_id, table.num_tokens, blocks, recomputed))
 
     def fork(self, request: Request, parent: SequenceState, child: SequenceState) -> None:
         """Let `child`, whose table is empty, share all blocks of `parent`."""

@@ -119,14 +119,18 @@ class Committer:
             raise RequestFailed("this runner cannot report log-probabilities of prompts; leave out prompt_logprobs")
 
     def _publish(self, step: LaunchedStep, scheduled: ScheduledRequest) -> None:
-        """Publish to the prefix cache the blocks whose tokens all have K/V now."""
-        if self._blocks.prefix_cache is None:
+        """Publish to the prefix cache the blocks whose tokens all have K/V now, and give back those that no layer sees
+        any more."""
+        if self._blocks.prefix_cache is None and not self._blocks.has_windows:
             return
         for i, (sequence, _) in enumerate(scheduled.work, scheduled.first_row):
             # All known tokens, if it ran only the latest. Otherwise its row has the number.
             num_computed = len(sequence.tokens) if scheduled.decodes else step.plan.rows[i].stop
-            if num_computed // self._blocks.block_size != sequence.num_published and sequence.finish_reason is None:
+            if sequence.finish_reason is not None:
+                continue
+            if num_computed // self._blocks.block_size != sequence.num_published:
                 self._blocks.publish(sequence, num_computed)
+            self._blocks.give_back(scheduled.request, sequence, num_computed)
 
     # --- Parallel sampling (paper, section 4.4, Fig. 8) -------------------------------------------
 

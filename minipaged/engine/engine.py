@@ -28,7 +28,7 @@ from minipaged.engine.commit import Committer
 from minipaged.engine.detokenizer import Decode, Encode
 from minipaged.engine.event_queue import EventQueue
 from minipaged.engine.floors import paged_memory
-from minipaged.engine.invariants import check_blocks
+from minipaged.engine.invariants import check_blocks, check_windows
 from minipaged.engine.launch import Launcher
 from minipaged.engine.memory import MakeMemory
 from minipaged.engine.pipeline import Pipeline
@@ -88,6 +88,11 @@ class Engine:
         self._last_commit = 0.0
         writers = StepWriters(config.pipeline_parallel_size)
         self.blocks = memory(config, tier, allocator, writers, self._emit)
+        if config.has_windows and not self.blocks.has_windows:
+            raise InvalidRequest(
+                f"some of the model's layers have a window, and {type(self.blocks).__name__} keeps one block table for "
+                "all layers; leave out the memory of your own"
+            )
         self.scheduler = Scheduler(config, self.blocks, runner, self._emit, policy, writers)
         sequence_ids = count()
         self._arrivals = Arrivals(
@@ -100,7 +105,7 @@ class Engine:
         self._writers = writers
         self._steady = (
             Steady(self._launcher, self._committer, self.scheduler, self.blocks, writers, self._emit)
-            if steady
+            if steady and not self.blocks.has_windows
             else None
         )
         self._launch = (self._steady or self._launcher).launch
@@ -110,7 +115,15 @@ class Engine:
             self._ahead = Pipeline(self.scheduler, assign, self._launch, self._commit)
         elif config.async_scheduling:
             self._ahead = RunAhead(self._assign_ahead, self._launch, self._commit, self._requests)
-        self._emit(EngineStarted(config.num_blocks, config.num_swap_blocks, config.block_size, config.max_model_len))
+        self._emit(
+            EngineStarted(
+                config.num_blocks,
+                config.num_swap_blocks,
+                config.block_size,
+                config.max_model_len,
+                config.group_windows,
+            )
+        )
 
     # --- The methods of callers -------------------------------------------------------------------
 
@@ -208,10 +221,13 @@ class Engine:
         self._emit.deliver()
 
     def check_invariants(self) -> None:
-        """Raise InvariantViolation unless conservation and exact-references hold."""
+        """Raise InvariantViolation unless conservation, exact-references and window-content hold."""
         if self._steady:
             self._steady.settle()
         check_blocks((sequence for request in self._requests.values() for sequence in request.sequences), self.blocks)
+        if self.config.has_windows:
+            flying = {part.request for step in self.steps_in_flight for part in step.plan.scheduled}
+            check_windows(self._requests.values(), self.config.group_windows, self.config.block_size, flying)
 
     @property
     def runner(self) -> Runner:

@@ -68,6 +68,7 @@ from minipaged.contracts import BlockAllocator, Tier
 from minipaged.engine.block_manager import BlockManager
 from minipaged.engine.cached_blocks import NO_PARENT, CachedBlock
 from minipaged.engine.connected_memory import LoadingBlockManager
+from minipaged.engine.grouped_memory import GroupedBlockManager
 from minipaged.engine.memory import MemoryParts
 from minipaged.engine.policy import carry_seconds, recompute_seconds
 from minipaged.engine.prefix_cache import PrefixCache
@@ -449,5 +450,7 @@ def paged_memory(
             "kv_cache_tiers has 'disk', but this engine knows no folder; give LLM a kv_cache_folder, or give Engine a "
             "memory, partial(FlooredBlockManager, disk=...)"
         )
-    kind = FlooredBlockManager if config.kv_cache_tiers else BlockManager
+    kind: type[BlockManager] = FlooredBlockManager if config.kv_cache_tiers else BlockManager
+    if config.has_windows:
+        kind = GroupedBlockManager
     return kind(config, tier, allocator, writer, emit)

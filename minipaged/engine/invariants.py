@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 
+from minipaged.engine.grouped_memory import catches_up
+from minipaged.engine.grouped_table import first_seen
 from minipaged.engine.memory import Memory
-from minipaged.engine.sequence import SequenceState
+from minipaged.engine.sequence import Request, SequenceState
 from minipaged.errors import Invariant, InvariantViolation
+from minipaged.events import HOLE
 
 
 def check_exclusive_writes(work: Iterable[tuple[SequenceState, int]], blocks: Memory) -> None:
@@ -59,3 +62,25 @@ def check_blocks(sequences: Iterable[SequenceState], blocks: Memory) -> None:
                 Invariant.CONSERVATION,
                 f"{allocator.num_free} free and {len(counts)} held blocks in a pool of {allocator.num_blocks}",
             )
+
+
+def check_windows(
+    requests: Iterable[Request], windows: Sequence[int | None], block_size: int, in_flight: Container[Request]
+) -> None:
+    """Raise InvariantViolation unless window-content holds. `windows`: the window of each group of layers.
+
+    Not checked are requests of which a step is in flight, and those that catch up, which keep more (`catches_up`).
+    """
+    for request in requests:
+        if request in in_flight or catches_up(request):
+            continue
+        for sequence in request.sequences:
+            for group, window in enumerate(windows):
+                entries = sequence.entries[group :: len(windows)]
+                holes = first_seen(window, sequence.num_computed) // block_size
+                if [block == HOLE for block in entries] != [i < holes for i in range(len(entries))]:
+                    raise InvariantViolation(
+                        Invariant.WINDOW_CONTENT,
+                        f"sequence {sequence.sequence_id} holds blocks {list(entries)} of group {group}; from position "
+                        f"{sequence.num_computed} on, its layers see everything but the first {holes}",
+                    )

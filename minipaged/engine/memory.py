@@ -49,7 +49,11 @@ class Memory(ABC):
     num_entries: int = 0
     """Block-table entries of all tables on the device."""
     num_tokens: int = 0
-    """Slots filled by all tables on the device."""
+    """Tokens of all tables on the device. Each fills a slot, in each group of layers."""
+    num_groups: int = 1
+    """The groups of the model's layers (`grouped_table.py`). A logical block takes a block in each."""
+    has_windows: bool = False
+    """Whether blocks are given back while their sequence goes on (`give_back`)."""
     num_spare: int = 0
     """While requests are admitted: the available blocks that none of them was promised."""
 
@@ -59,6 +63,11 @@ class Memory(ABC):
     def num_available(self) -> int:
         """Blocks that can be taken now: the free ones and those that only the prefix cache holds."""
         return self.allocator.num_free + self.num_cached
+
+    @property
+    def num_filled(self) -> int:
+        """Slots filled by all tables on the device, in all groups of layers."""
+        return self.num_tokens
 
     @property
     def num_used(self) -> int:
@@ -159,6 +168,10 @@ class Memory(ABC):
 
         All tokens of the sequence are computed; the one with which it ends is not among them yet.
         """
+
+    def give_back(self, request: Request, sequence: SequenceState, num_computed: int) -> None:  # noqa: B027
+        """Give back the blocks that no layer sees any more. `num_computed`: the sequence's tokens that have K/V in all
+        committed steps."""
 
     @abstractmethod
     def free(self, sequence: SequenceState) -> None:

@@ -29,7 +29,7 @@ def memory_held(running: Iterable[Request], blocks: Memory, num_others: int = 0)
         table_entries=blocks.num_entries,
         blocks_used=blocks.num_used,
         blocks_cached=blocks.num_cached,
-        slots_unfilled=blocks.num_entries * blocks.block_size - blocks.num_tokens - shared,
+        slots_unfilled=blocks.num_entries * blocks.block_size - blocks.num_filled - shared * blocks.num_groups,
     )
 
 

@@ -45,6 +45,8 @@ class FirstComeFirstServed:
 
     def most_blocks(self, request: RequestView) -> int:
         """The most blocks that the request can come to hold."""
+        if request.most_blocks is not None:
+            return request.most_blocks
         return most_blocks(request.prompt_tokens, request.max_output_tokens, request.num_sequences, self.block_size)
 
     # --- Every step -------------------------------------------------------------------------------

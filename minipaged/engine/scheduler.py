@@ -193,7 +193,7 @@ class Scheduler:
     def _blocks_short(self, plan: Plan) -> int:
         """The number of blocks missing to run this plan; 0 or less if there are enough."""
         available = self._blocks.num_available
-        most = plan.num_query_tokens  # each token takes at most one block: if there are that many, skip the exact count
+        most = plan.num_query_tokens * self._blocks.num_groups  # if there are that many, skip the exact count
         if most <= available:
             return most - available
         return sum(self._blocks.blocks_needed(part.work) for part in plan.scheduled) - available

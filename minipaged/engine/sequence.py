@@ -11,12 +11,15 @@ sequences are scheduled, preempted and brought back together (paper, section 4.5
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from minipaged.contracts import BeamSearch, BlockTable
 from minipaged.engine.cached_blocks import CachedBlock
 from minipaged.engine.detokenizer import Decode, Detokenizer
+from minipaged.engine.grouped_table import GroupedTable
+from minipaged.events import HOLE
 from minipaged.params import BeamSearchParams, SamplingParams
 from minipaged.steps import Sampling
 
@@ -71,6 +74,16 @@ class SequenceState:
     """The text so far. It is made only when the sequence ends if no update and no stop string needs it earlier."""
     num_reported: int = 0
     """The number of output tokens that updates of the request have included."""
+
+    @property
+    def entries(self) -> Sequence[int]:
+        """Its block table as a runner gets it: with holes, and with an entry in each group of layers for every logical
+        block (`grouped_table.py`)."""
+        return self.table.entries if isinstance(self.table, GroupedTable) else self.table.blocks
+
+    @property
+    def num_groups(self) -> int:
+        return self.table.num_groups if isinstance(self.table, GroupedTable) else 1
 
     @property
     def num_computed(self) -> int:
@@ -171,7 +184,8 @@ class Request:
         """The filled slots of each block that its sequences hold, as block -> number, in order of first use."""
         filled: dict[int, int] = {}
         for sequence in self.sequences:
-            for logical, block in enumerate(sequence.table.blocks):
-                here = min(block_size, sequence.num_computed - logical * block_size)
-                filled[block] = max(here, filled.get(block, 0))
+            for i, block in enumerate(sequence.entries):
+                if block != HOLE:
+                    here = min(block_size, sequence.num_computed - i // sequence.num_groups * block_size)
+                    filled[block] = max(here, filled.get(block, 0))
         return filled

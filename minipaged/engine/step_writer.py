@@ -106,7 +106,7 @@ class StepWriter:
     def _take_tables(self) -> tuple[TableChange, ...]:
         changed, self._changed = self._changed, {}
         return tuple(
-            TableChange(sequence.sequence_id, kept, () if sequence.swapped else tuple(sequence.table.blocks[kept:]))
+            TableChange(sequence.sequence_id, kept, () if sequence.swapped else tuple(sequence.entries[kept:]))
             for sequence, kept in changed.items()
             if sequence.sequence_id in self._known
         )
@@ -114,7 +114,7 @@ class StepWriter:
     def _begin(self, request: Request, sequence: SequenceState) -> Begun:
         sampling = request.sampling and request.sampling._replace(stream=sequence.index)
         num_prompt = len(request.prompt_token_ids)
-        blocks = tuple(sequence.table.blocks)
+        blocks = tuple(sequence.entries)
         return Begun(sequence.sequence_id, tuple(sequence.tokens), num_prompt, blocks, sampling)
 
     def _compare(self, rows: list[Row]) -> tuple[tuple[int, ...], tuple[Row, ...]]:

@@ -26,8 +26,9 @@ TOO_LATE = (
 
 def view_of(request: Request, blocks: Memory) -> RequestView:
     """Return the policy's view of the request."""
-    needed = _blocks_needed(request, blocks)
-    return RequestView(*_told(request, blocks), needed, request.priority, request.arrival_time)
+    needed, most = _blocks_needed(request, blocks), _most_blocks(request, blocks)
+    told = _told(request, blocks)
+    return RequestView(*told, needed, request.priority, request.arrival_time, most_blocks=most)
 
 
 def _told(request: Request, blocks: Memory) -> tuple[str, int, int, int, int, int, bool, int, int]:
@@ -63,6 +64,11 @@ def _blocks_needed(request: Request, blocks: Memory) -> int:
     return blocks.blocks_to_admit(request)
 
 
+def _most_blocks(request: Request, blocks: Memory) -> int | None:
+    """The value of `RequestView.most_blocks`."""
+    return blocks.most_blocks(request) if blocks.has_windows else None
+
+
 @dataclass(frozen=True, slots=True)
 class _Uncounted(RequestView):
     """A view whose `__init__` leaves `blocks_needed` and `num_cached_tokens` unset."""
@@ -80,7 +86,12 @@ class WaitingView(_Uncounted):
     _is_up_to_date: Callable[[WaitingView], bool]
 
     def __init__(self, request: Request, blocks: Memory, is_up_to_date: Callable[[WaitingView], bool]) -> None:
-        super().__init__(*_told(request, blocks), priority=request.priority, arrival_time=request.arrival_time)
+        super().__init__(
+            *_told(request, blocks),
+            priority=request.priority,
+            arrival_time=request.arrival_time,
+            most_blocks=_most_blocks(request, blocks),
+        )
         # Not by assignment, which a frozen class refuses.
         vars(self).update(_request=request, _blocks=blocks, _is_up_to_date=is_up_to_date)
 

@@ -163,12 +163,16 @@ class DeviceTables:
         device: torch.device | str,
         kernels: BlockTableKernels,
         num_lanes: int = 1,
+        num_groups: int = 1,
     ) -> None:
-        self.tables = torch.full((num_lanes * max_rows, max_blocks), -1, dtype=torch.int32, device=device)
-        """[num_lanes * max_rows, max_blocks] int32. Entries of a row past its table's last block are undefined."""
+        rows = num_lanes * max_rows
+        self.tables = torch.full((num_groups * rows, max_blocks), -1, dtype=torch.int32, device=device)
+        """[num_groups * num_lanes * max_rows, max_blocks] int32: all tables of the first group of layers, then all of
+        the next. Entries of a row past its table's last block are undefined, and so are holes."""
+        self.by_group = self.tables.view(num_groups, rows, max_blocks)
         self.max_rows = max_rows
         self._kernels = kernels
-        self._num_blocks = [0] * len(self.tables)  # the number of blocks in each row
+        self._num_blocks = [0] * rows  # the number of logical blocks in each row
         self._lanes = [self._empty(lane) for lane in range(num_lanes)]
         self._row_of, self._vacant = self._lanes[0]  # the rows of the latest step's lane
 
@@ -208,14 +212,18 @@ class DeviceTables:
                 forks.append((row, self._take_row(child), self._num_blocks[row]))
                 self._num_blocks[forks[-1][1]] = self._num_blocks[row]
         if forks:
-            self._kernels.fork_tables(self.tables, self._to_device(np.array(forks, np.int32)))
+            groups, rows, _ = self.by_group.shape
+            first = np.arange(groups)[:, None, None] * rows * np.array([1, 1, 0])  # [groups, 1, 3]
+            every = (first + np.array(forks)).reshape(-1, 3)  # [groups * forks, 3]
+            self._kernels.fork_tables(self.tables, self._to_device(every.astype(np.int32)))
 
     def _edit(self, changes: list[tuple[int, int, tuple[int, ...]]]) -> None:
-        """Set the entries of tables. Each change: (sequence, the first logical block that changes, the physical blocks
-        from there on)."""
+        """Set the entries of tables. Each change: (sequence, the first entry that changes, the physical blocks from
+        there on). Entry i is that of logical block i // groups in group i % groups."""
+        groups, all_rows, _ = self.by_group.shape
         rows, first, counts, physical = [], [], [], array("i")
         for sequence, kept, blocks in changes:
-            num_blocks = kept + len(blocks)
+            num_blocks = (kept + len(blocks)) // groups
             if num_blocks > self.tables.shape[1]:
                 room = self.tables.shape[1]
                 raise ValueError(f"a sequence has {num_blocks} blocks; the block tables have room for {room}")
@@ -230,8 +238,10 @@ class DeviceTables:
             physical.extend(blocks)
         if physical:
             ends = np.cumsum(counts)
-            logical = np.arange(ends[-1]) - np.repeat(ends - counts - first, counts)  # [entries]
-            edits = np.stack([np.repeat(rows, counts), logical, np.array(physical)], axis=1)  # [entries, 3]
+            numbers = np.arange(ends[-1]) - np.repeat(ends - counts - first, counts)  # [entries]
+            logical, group = np.divmod(numbers, groups)  # [entries] each
+            places = np.repeat(rows, counts) + group * all_rows  # [entries], rows of `tables`
+            edits = np.stack([places, logical, np.array(physical)], axis=1)  # [entries, 3]
             self._kernels.edit_tables(self.tables, self._to_device(edits.astype(np.int32)))
 
     def _take_row(self, sequence: int) -> int:

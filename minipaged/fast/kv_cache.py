@@ -52,6 +52,7 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         kv_cache_dtype: str = "auto",
         static_scales: Tensor | None = None,
+        places: Sequence[int] | None = None,
         device: str | torch.device = "cpu",
         kernels: Kernels | None = None,
     ) -> None:
@@ -62,6 +63,8 @@ class KVCache:
             even `head_dim`.
         static_scales: [num_layers, 2, num_kv_heads] float32 on the device, 2: keys, values. None: a scale for each
             token and head.
+        places: the place of each layer in a block, which layers of different groups have in different blocks
+            (`models/layer_groups.py`). None: each has its own.
         kernels: `minipaged.fast.gpu` or `minipaged.fast.cpu`. None: selected by the device.
         """
         sizes = {
@@ -87,7 +90,9 @@ class KVCache:
         self.static_scales = static_scales
         self.device = torch.device(device)
         self.kernels = kernels or kernels_for(self.device)
-        block_shape: tuple[int, ...] = (num_layers, 2, num_kv_heads, block_size, head_dim)  # 2: keys, values
+        self.places = places or range(num_layers)
+        self.layers_per_block = max(self.places) + 1
+        block_shape: tuple[int, ...] = (self.layers_per_block, 2, num_kv_heads, block_size, head_dim)  # 2: keys, values
         stored = dtype
         if kv_cache_dtype != "auto":
             if head_dim % 2:
@@ -105,14 +110,14 @@ class KVCache:
         self.block_bytes = math.prod(block_shape) * stored.itemsize
         self._side_stream = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
         numbers, self._scales = self.parts(self.device_blocks)
-        self._views = [(numbers[:, i, 0], numbers[:, i, 1]) for i in range(num_layers)]
+        self._views = [(numbers[:, i, 0], numbers[:, i, 1]) for i in self.places]
 
     def parts(self, pool: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return views of a pool: the numbers [blocks, layers, 2, kv_heads, block_size, head_dim], and in 8 bits their
         scales, of the same shape without head_dim."""
         if self.kv_cache_dtype == "auto":
             return pool, None
-        slots = (len(pool), self.num_layers, 2, self.num_kv_heads, self.block_size)
+        slots = (len(pool), self.layers_per_block, 2, self.num_kv_heads, self.block_size)
         scale_bytes = 4 * math.prod(slots[1:])
         codes = pool[:, scale_bytes:].view(CODES[self.kv_cache_dtype])
         return codes.view(*slots, self.head_dim), pool[:, :scale_bytes].view(torch.float32).view(slots)
@@ -126,7 +131,7 @@ class KVCache:
     def scales(self, layer: int) -> Tensor | None:
         """Return a view of one layer's scales in 8 bits: [num_blocks, 2, kv_heads, block_size] float32, 2: keys,
         values."""
-        return None if self._scales is None else self._scales[:, layer]
+        return None if self._scales is None else self._scales[:, self.places[layer]]
 
     def static(self, layer: int) -> Tensor | None:
         """One layer's static scales, [2, num_kv_heads] float32; None if the cache has none."""

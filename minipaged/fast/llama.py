@@ -253,7 +253,7 @@ class Llama(Runner):
     """A runner of a Llama's steps: it moves blocks in `kv_cache`, computes logits, and chooses tokens.
 
     It also runs Mistral (windows), Qwen2 (biases), Qwen3 (norms of queries and keys), and Gemma 2 and 3 (all of these
-    but biases, and more; on a CPU only). See `models/config.py`.
+    but biases, and more). See `models/config.py`.
     """
 
     chooses = True
@@ -278,6 +278,7 @@ class Llama(Runner):
         self.kv_cache = kv_cache
         self.kernels = kv_cache.kernels
         self.weights = weights if isinstance(weights, Weights) else Weights.of(config, weights, self.kernels)
+        self.groups = config.groups
         self.scale = 1 / math.sqrt(config.query_pre_attn_scalar or config.head_dim)  # of attention scores
         views = [kv_cache.layer(i) for i in range(len(self.weights.layers))]
         longest = config.max_position_embeddings if max_model_len is None else max_model_len
@@ -290,13 +291,16 @@ class Llama(Runner):
         tables = {rope: rotary_tables(config, longest, kv_cache.device, each) for rope, each in ropes.items()}
         self.rotations = [tables[config.rope(window)] for window in windows]
         self._one_call = None
-        if not config.gemma:  # the call knows no soft caps, GELU and norms of results
+        num_groups = len(self.groups.windows)
+        if not config.gemma and num_groups == 1:  # the call knows no soft caps, GELU, norms of results and other tables
             heads, eps, angles = config.num_attention_heads, config.rms_norm_eps, self.rotations[0]
             self._one_call = self.kernels.in_one_call(layers, views, self.windows, heads, *angles, self.scale, eps)
         max_blocks = min(-(-longest // kv_cache.block_size), kv_cache.num_blocks)
+        if self.groups.windows != (None,):  # a sequence may be longer than what the pool holds of it
+            max_blocks = -(-longest // kv_cache.block_size)
         self.mirrors = PerLane(Mirror)
         self.mirror = Mirror()  # the mirror of the lane of the current step
-        self.tables = DeviceTables(2 * max_num_seqs, max_blocks, kv_cache.device, self.kernels, num_lanes)
+        self.tables = DeviceTables(2 * max_num_seqs, max_blocks, kv_cache.device, self.kernels, num_lanes, num_groups)
         self._has_lanes = num_lanes > 1
         # Each lane's last batch (by the lane's mirror), if the next step may continue from it.
         self._steady: dict[Mirror, FlatBatch] = {}
@@ -308,7 +312,7 @@ class Llama(Runner):
         self._has_small_layers = sum(matrix.nbytes for matrix in matrices) <= SMALL_LAYER
         if is_gpu(kv_cache.device):
             self._capture(max_num_seqs)
-        self._costs = measure(kv_cache, self.forward, longest)
+        self._costs = measure(kv_cache, self.forward, num_groups, longest)
 
     @torch.inference_mode()
     def run(self, step: StepInput) -> StepResult:
@@ -333,7 +337,7 @@ class Llama(Runner):
         """
         if not batch:
             return self._no_logits()
-        on_device = to_device(_host_tables(batch), self.kv_cache.device)
+        on_device = to_device(_host_tables(batch, len(self.groups.windows)), self.kv_cache.device)
         tokens = self._with_shared(flatten(batch, range(len(batch)), on_device), batch)
         return self._compute(tokens.on(self.kv_cache.device))
 
@@ -387,7 +391,7 @@ class Llama(Runner):
                 return graph.run_again(chosen)
         device_rows = self.tables.rows_of(row.sequence for row in rows)
         batch = self.mirror.batch()
-        tokens = self._with_shared(flatten(batch, device_rows, self.tables.tables, chosen), batch)
+        tokens = self._with_shared(flatten(batch, device_rows, self.tables.by_group, chosen), batch)
         if rows.num_steady and chosen is not None:  # from here on, each row's input is the token chosen for it
             tokens = replace(tokens, ids=-1 - torch.arange(len(rows), dtype=torch.int32), chosen=chosen)
         by_graph = tokens.num_decoding > 0 and not tokens.asks_of_decoding and tokens.shared is None
@@ -423,8 +427,8 @@ class Llama(Runner):
         return torch.empty(0, self.config.vocab_size, dtype=self.kv_cache.dtype, device=self.kv_cache.device)
 
     def _compute(self, tokens: FlatBatch, slots: Tensor | None = None) -> Tensor:
-        """Run all layers. Returns the logits [rows that want them, vocab_size]. `slots`: [tokens], or None to look them
-        up."""
+        """Run all layers. Returns the logits [rows that want them, vocab_size]. `slots`: [tokens], those of the first
+        group of layers, or None to look them up."""
         all_decode = tokens.num_decoding == len(tokens.positions)
         with self.kernels.computing(kind=(id(self), tokens.num_decoding) if all_decode else None):
             return self._run_layers(tokens, slots)
@@ -432,15 +436,16 @@ class Llama(Runner):
     def _run_layers(self, tokens: FlatBatch, slots: Tensor | None) -> Tensor:
         eps, heads = self.config.rms_norm_eps, self.config.num_attention_heads
         kernels, weights = self.kernels, self.weights
-        if slots is None:
-            block_size = self.kv_cache.block_size
-            slots = kernels.slot_mapping(tokens.tables, tokens.token_rows, tokens.positions, block_size)
+        block_size = self.kv_cache.block_size
+        all_slots = [slots] if slots is not None else []  # [groups] [tokens]
+        for table in tokens.tables[len(all_slots) :]:
+            all_slots.append(kernels.slot_mapping(table, tokens.token_rows, tokens.positions, block_size))
         assert weights.embed is not None
         residual = weights.embed(tokens.token_ids())  # [tokens, hidden]
         own_kernels = self.kv_cache.kernels is kernels  # others that were put there are to be called
         shared = self._shared(tokens)
         if self._one_call and own_kernels and tokens.num_decoding == len(residual) <= self._one_call.most_tokens:
-            where = tokens.positions, slots, tokens.tables, tokens.rows, tokens.context_lens, shared
+            where = tokens.positions, all_slots[0], tokens.tables[0], tokens.rows, tokens.context_lens, shared
             return self._leave(tokens, self._one_call(residual, *where), residual)
         activate = kernels.geglu if self.config.gemma else kernels.swiglu
         x = kernels.rms_norm(residual, weights.layers[0].input_norm, eps)  # [tokens, hidden]
@@ -449,11 +454,12 @@ class Llama(Runner):
                 x = kernels.add_rms_norm(x, residual, layer.input_norm, eps)
             qkv = layer.qkv(x)  # [tokens, (heads + 2 * kv_heads) * head_dim]
             keys, values = self.kv_cache.layer(i)
+            group = self.groups.of_layer[i]
             q = kernels.rope_and_write(
                 qkv,
                 *self.rotations[i],
                 tokens.positions,
-                slots,
+                all_slots[group],
                 keys,
                 values,
                 heads,
@@ -466,7 +472,7 @@ class Llama(Runner):
                 q,
                 self.kv_cache,
                 i,
-                tokens.tables,
+                tokens.tables[group],
                 tokens.rows,
                 tokens.query_start,
                 tokens.context_lens,
@@ -494,26 +500,30 @@ class Llama(Runner):
         The shared prefixes hold until the rows change: they are full blocks, which keep their contents as long as the
         first member runs.
         """
-        if not is_gpu(self.kv_cache.device):
+        num_sharing = self.windows.count(None)  # layers with a window share nothing
+        if not num_sharing or not is_gpu(self.kv_cache.device):
             return tokens
         lens = tokens.context_lens[: tokens.num_decoding]
         block_size = self.kv_cache.block_size
-        token_bytes = self.kv_cache.block_bytes // (block_size * self.kv_cache.num_layers)  # per layer
-        least = -(-LEAST_SAVED_ON_GPU // token_bytes)  # tokens
+        token_bytes = self.kv_cache.block_bytes // (block_size * self.kv_cache.layers_per_block)  # per layer
+        least = -(-LEAST_SAVED_ON_GPU * len(self.windows) // (token_bytes * num_sharing))  # tokens
         if int(lens.sum()) < least:
             return tokens
         decoding = [row for row in batch if len(row.token_ids) == 1]
         if len({row.blocks[0] for row in decoding}) == len(decoding):
             return tokens
-        return replace(tokens, shared=shared_prefixes(_host_tables(decoding), lens, block_size, least=least))
+        return replace(tokens, shared=shared_prefixes(_host_tables(decoding)[0], lens, block_size, least=least))
 
     def _shared(self, tokens: FlatBatch) -> Shared | None:
         """Return the decoding sequences whose common blocks are read once for all of them."""
         count = tokens.num_decoding
         if count < 2 or is_gpu(self.kv_cache.device):  # a GPU's batch says so (`_with_shared`)
             return tokens.shared
+        if None not in self.groups.windows:
+            return None  # nobody reads what lies before a window
         rows, lens = tokens.rows[:count], tokens.context_lens[:count]
-        return shared_prefixes(tokens.tables, lens, self.kv_cache.block_size, rows, LEAST_SAVED)
+        table = tokens.tables[self.groups.windows.index(None)]
+        return shared_prefixes(table, lens, self.kv_cache.block_size, rows, LEAST_SAVED)
 
     def _leave(self, tokens: FlatBatch, x: Tensor, residual: Tensor) -> Tensor:
         """Return the logits [rows that want them, vocab_size] from the last layer's output and the residual,
@@ -582,7 +592,8 @@ class Llama(Runner):
         no tokens."""
         begun, added = [], []
         for sequence, length in enumerate(lengths):
-            blocks = tuple(range(-(-length // self.kv_cache.block_size)))
+            groups = len(self.groups.windows)
+            blocks = tuple(i // groups for i in range(-(-length // self.kv_cache.block_size) * groups))
             begun.append(Begun(sequence, (0,) * length, length, blocks, sampling))
             added.append(Row(sequence, 0, length, num_choices=0 if sampling is None else 1))
         return self.run(StepInput(0, fresh=True, begun=tuple(begun), added=tuple(added)))
@@ -647,7 +658,7 @@ class DecodeGraph:
         self._chosen = chosen
         self._slots = slots
         self._tokens = FlatBatch(
-            tables=llama.tables.tables,
+            tables=llama.tables.by_group,
             ids=ids,
             positions=positions,
             token_rows=rows,
@@ -806,11 +817,14 @@ class FlatBatch:
         return replace(self, chosen=chosen)
 
 
-def _host_tables(batch: Batch) -> Tensor:
-    """Return the block tables of a batch's rows, on the host: [seqs, max_blocks] int32."""
-    tables = np.full((len(batch), max(len(row.blocks) for row in batch)), -1, np.int32)
-    for table, row in zip(tables, batch, strict=True):
-        table[: len(row.blocks)] = row.blocks
+def _host_tables(batch: Batch, num_groups: int = 1) -> Tensor:
+    """Return the block tables of a batch's rows, on the host: [groups, seqs, max_blocks] int32."""
+    max_blocks = max(len(row.blocks) for row in batch) // num_groups
+    tables = np.full((num_groups, len(batch), max_blocks), -1, np.int32)
+    for s, row in enumerate(batch):
+        for group in range(num_groups):
+            blocks = row.blocks[group::num_groups]
+            tables[group, s, : len(blocks)] = blocks
     return torch.from_numpy(tables)
 
 

@@ -39,13 +39,16 @@ def carry(kv_cache: KVCache, moves: BlockMoves) -> None:
     write_blocks(kv_cache, moves.load)
 
 
-def measure(kv_cache: KVCache, forward: Callable[[Batch], object], max_model_len: int | None = None) -> Costs:
+def measure(
+    kv_cache: KVCache, forward: Callable[[Batch], object], num_groups: int = 1, max_model_len: int | None = None
+) -> Costs:
     """Time this device's copies and its prefill, in a fraction of a second. The cache must be unused: the prompt is
     written into its first blocks.
 
-    `max_model_len`: the longest sequence, in tokens, that `forward` accepts.
+    `num_groups`: the groups of the model's layers. `max_model_len`: the longest sequence, in tokens, that `forward`
+    accepts.
     """
-    shape = (kv_cache.num_layers, kv_cache.block_size, kv_cache.num_kv_heads, kv_cache.head_dim)
+    shape = (kv_cache.layers_per_block, kv_cache.block_size, kv_cache.num_kv_heads, kv_cache.head_dim)
     tiny = _seconds_per_block(kv_cache, (1, 1, 1, 2), 64)
     most = SCRATCH_BYTES_ON_GPU if is_gpu(kv_cache.device) else SCRATCH_BYTES
     full = _seconds_per_block(kv_cache, shape, max(1, min(SCRATCH_BLOCKS, most // kv_cache.block_bytes)))
@@ -54,7 +57,7 @@ def measure(kv_cache: KVCache, forward: Callable[[Batch], object], max_model_len
         copies_per_block=1,  # a block is contiguous
         link_bytes_per_second=kv_cache.block_bytes / max(full - tiny, full / 2),
         block_bytes=kv_cache.block_bytes,
-        prefill_tokens_per_second=_prefill_rate(kv_cache, forward, max_model_len),
+        prefill_tokens_per_second=_prefill_rate(kv_cache, forward, num_groups, max_model_len),
     )
 
 
@@ -79,11 +82,13 @@ def _seconds_per_block(kv_cache: KVCache, shape: tuple[int, int, int, int], num_
     return min(_seconds(kv_cache.device, lambda: scratch.swap_out(pairs)) for _ in range(3)) / num_blocks
 
 
-def _prefill_rate(kv_cache: KVCache, forward: Callable[[Batch], object], max_model_len: int | None) -> float:
+def _prefill_rate(
+    kv_cache: KVCache, forward: Callable[[Batch], object], num_groups: int, max_model_len: int | None
+) -> float:
     """The prefill's speed in tokens per second, measured with a prompt in the first blocks."""
     most = kv_cache.num_blocks * kv_cache.block_size
     num_tokens = min(PROBE_TOKENS_ON_GPU if is_gpu(kv_cache.device) else PROBE_TOKENS, most, max_model_len or most)
-    blocks = range(-(-num_tokens // kv_cache.block_size))
+    blocks = [i // num_groups for i in range(-(-num_tokens // kv_cache.block_size) * num_groups)]  # groups share them
     prompt = BatchRow([0] * num_tokens, first_position=0, blocks=blocks, wants_logits=False)
     forward([prompt])  # compiles the kernels
     return num_tokens / _seconds(kv_cache.device, lambda: forward([prompt]))

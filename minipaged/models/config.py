@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minipaged.errors import ModelError
+from minipaged.models.layer_groups import LayerGroups, group_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +94,19 @@ class ModelConfig:
     """Whether the model has what Gemma 2 and 3 have in common: embeddings are multiplied by the square root of
     hidden_size; the results of attention and MLP are normalised too, before they are added; the weights of norms are
     stored as w - 1 (loading adds 1); the MLP's gate is GELU (with tanh) in place of SiLU."""
+    stage_groups: LayerGroups | None = None
+    """The groups of the layers, if they are those of a pipeline's stage; None: those that `group_layers` makes."""
     kv_cache_dtype: str = "auto"
     """"int8" or "fp8" if the checkpoint contains scales for storing keys and values in that type."""
 
     def window(self, layer: int) -> int | None:
         """The layer's window in tokens; None if its tokens attend to all before them."""
         return self.layer_windows[layer] if self.layer_windows else None
+
+    @property
+    def groups(self) -> LayerGroups:
+        """The groups of layers that share a block table."""
+        return self.stage_groups or group_layers(self.layer_windows or (None,) * self.num_hidden_layers)
 
     def rope(self, window: int | None) -> tuple[float, RopeScaling | None]:
         """The base of the rotary frequencies, and their scaling, in layers with this window (or None)."""

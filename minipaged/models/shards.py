@@ -30,6 +30,7 @@ from typing import Any
 
 from minipaged.errors import InvalidRequest, ModelError
 from minipaged.models.config import ModelConfig
+from minipaged.models.layer_groups import LayerGroups
 
 RUN = 128
 """Columns of the MLP that stay together if possible: the usual group size in quantized matrices."""
@@ -115,13 +116,15 @@ def check_parallel_sizes(config: ModelConfig, size: int, num_stages: int) -> Non
 def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     """The configuration of one rank's part as a model of its own. The vocabulary stays whole, because token ids are
     the same on all ranks."""
+    mine = slice(shard.layers.start, shard.layers.stop)
     return replace(
         config,
         num_attention_heads=len(shard.heads),
         num_key_value_heads=len(shard.kv_heads),
         intermediate_size=len(shard.intermediate),
         num_hidden_layers=len(shard.layers),
-        layer_windows=config.layer_windows[shard.layers.start : shard.layers.stop],
+        layer_windows=config.layer_windows[mine],
+        stage_groups=LayerGroups(config.groups.windows, config.groups.of_layer[mine]),
     )
 
 

@@ -43,13 +43,15 @@ class KVCache:
         dtype: npt.DTypeLike = np.float32,
         kv_cache_dtype: str = "auto",
         static_scales: Array | None = None,
+        places: Sequence[int] | None = None,
     ) -> None:
         """Reserve both pools. Memory is used only as blocks are written.
 
         `dtype`: the dtype of keys and values written and read. `kv_cache_dtype`: how they are stored, unchanged
         ("auto") or as 8-bit codes ("int8", "fp8"). `static_scales`: [num_layers, 2, num_kv_heads], where 2 is keys,
-        values; None: each token has its own scales. Raises ValueError if a size is below 1 (`num_swap_blocks`: below
-        0).
+        values; None: each token has its own scales. `places`: the place of each layer in a block, which layers of
+        different groups have in different blocks (`models/layer_groups.py`); None: each has its own. Raises ValueError
+        if a size is below 1 (`num_swap_blocks`: below 0).
         """
         sizes = {
             "num_layers": num_layers,
@@ -72,7 +74,9 @@ class KVCache:
         self.dtype = np.dtype(dtype)
         self.kv_cache_dtype = kv_cache_dtype
         self.static_scales = static_scales
-        block_shape = (num_layers, 2, block_size, num_kv_heads, head_dim)  # 2: keys, values
+        self.places = places or range(num_layers)
+        self.layers_per_block = max(self.places) + 1
+        block_shape = (self.layers_per_block, 2, block_size, num_kv_heads, head_dim)  # 2: keys, values
         if kv_cache_dtype == "auto":
             block = np.dtype((self.dtype, block_shape))
         else:
@@ -96,7 +100,7 @@ class KVCache:
         shape = (slots.size, self.num_kv_heads, self.head_dim)
         if slots.ndim != 1 or k.shape != shape or v.shape != shape:
             raise ValueError(f"{slots.shape} slots need keys and values {shape}, not {k.shape} and {v.shape}")
-        self._check_layer(layer)
+        place = self._place(layer)
         if slots.size and (slots.min() < -1 or slots.max() >= self.num_blocks * self.block_size):
             wrong = slots[(slots < -1) | (slots >= self.num_blocks * self.block_size)][0]
             raise IndexError(
@@ -106,7 +110,7 @@ class KVCache:
         real = slots >= 0  # [n]
         blocks, offsets = np.divmod(slots[real], self.block_size)  # [n real] each
         for part, values in enumerate((k[real], v[real])):  # [n real, kv_heads, head_dim] each
-            at = blocks, layer, part, offsets
+            at = blocks, place, part, offsets
             if self.kv_cache_dtype == "auto":
                 self.device_blocks[at] = values
             else:
@@ -121,13 +125,13 @@ class KVCache:
         blocks: [seqs, n] physical blocks; the caller has already checked them, once for all layers (`check_blocks`).
         Keys and values are [seqs, n * block_size, kv_heads, head_dim] each.
         """
-        self._check_layer(layer)
+        place = self._place(layer)
         shape = (len(blocks), blocks.shape[1] * self.block_size, self.num_kv_heads, self.head_dim)
         if self.kv_cache_dtype == "auto":
-            k, v = (self.device_blocks[blocks, layer, part] for part in (0, 1))
+            k, v = (self.device_blocks[blocks, place, part] for part in (0, 1))
         else:
             codes, scales = self.device_blocks["codes"], self.device_blocks["scales"]
-            k, v = (dequantize(codes[blocks, layer, part], scales[blocks, layer, part]) for part in (0, 1))
+            k, v = (dequantize(codes[blocks, place, part], scales[blocks, place, part]) for part in (0, 1))
         k, v = k.astype(self.dtype, copy=False), v.astype(self.dtype, copy=False)
         return k.reshape(shape), v.reshape(shape)  # [seqs, n * block_size, kv_heads, head_dim] each
 
@@ -157,9 +161,11 @@ class KVCache:
         """Raise IndexError unless all `blocks` are in the device's pool. (NumPy takes -1 for the last block.)"""
         _check_blocks(blocks, self.num_blocks, "device")
 
-    def _check_layer(self, layer: int) -> None:
+    def _place(self, layer: int) -> int:
+        """The layer's place in a block. Raises IndexError for a layer outside the cache."""
         if not 0 <= layer < self.num_layers:
             raise IndexError(f"layer {layer} is outside the cache's {self.num_layers} layers")
+        return self.places[layer]
 
     def _move(self, source: Array, destination: Array, pairs: Sequence[CopyPair]) -> None:
         """Check every pair, then copy: one contiguous copy per block, whatever the number of layers."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -27,6 +26,7 @@ from minipaged.mirror import MirroredRunner
 from minipaged.models.config import ModelConfig
 from minipaged.models.quantized.stored import StoredMatrix
 from minipaged.reference.attention import paged_attention
+from minipaged.reference.flat_batch import FlatBatch, flatten
 from minipaged.reference.handover import read_blocks, read_host_blocks
 from minipaged.reference.kv_cache import Array, KVCache
 from minipaged.reference.linear import Weight, linear
@@ -55,6 +55,7 @@ class Llama(MirroredRunner):
         self.config = config
         self.weights = weights
         self.kv_cache = kv_cache
+        self.groups = config.groups
         self.attend = paged_attention  # the course replaces it with a student's
         self.scale = 1 / math.sqrt(config.query_pre_attn_scalar or config.head_dim)  # of the attention scores
         windows = set(config.layer_windows) or {None}
@@ -67,7 +68,7 @@ class Llama(MirroredRunner):
 
     def forward(self, batch: Batch) -> Array:
         """Return the logits [rows that want them, vocab_size] after the last query token of each row."""
-        tokens = flatten(batch, self.kv_cache.block_size)
+        tokens = flatten(batch, self.kv_cache.block_size, len(self.groups.windows))
         rotations = self._rotations(tokens.positions)
         x = self._embed(tokens.ids)  # [tokens, hidden]
         for layer in range(self.config.num_hidden_layers):
@@ -112,8 +113,9 @@ class Llama(MirroredRunner):
             q, k = self._norm(f"{name}.q_norm", q), self._norm(f"{name}.k_norm", k)  # each head separately
         q, k = rotate(q, rotations[window]), rotate(k, rotations[window])
         v = self._heads(f"{name}.v_proj", x)  # [tokens, kv_heads, head_dim]
-        self.kv_cache.write(layer, tokens.slots, k, v)
-        tables, starts, lens = tokens.block_tables, tokens.query_start, tokens.context_lens
+        group = self.groups.of_layer[layer]
+        self.kv_cache.write(layer, tokens.slots[group], k, v)
+        tables, starts, lens = tokens.block_tables[group], tokens.query_start, tokens.context_lens
         cap, sinks = self.config.attn_logit_softcapping, self.weights.get(f"{name}.sinks")
         more: dict[str, Any] = {"window": window, "soft_cap": cap, "sinks": sinks}
         more = {key: value for key, value in more.items() if value is not None}  # a Llama has none of them
@@ -173,46 +175,7 @@ class Llama(MirroredRunner):
     @cached_property
     def _costs(self) -> Costs:
         probe = Llama(self.config, self.weights, probe_cache(self.kv_cache))
-        return measure(self.kv_cache, probe.forward)
-
-
-@dataclass(frozen=True, slots=True)
-class FlatBatch:
-    """A batch as arrays: the query tokens of all sequences, one after another."""
-
-    ids: Array  # [tokens]
-    positions: Array  # [tokens]
-    slots: Array  # [tokens]
-    query_start: Array  # [seqs + 1]
-    context_lens: Array  # [seqs]
-    block_tables: Array  # [seqs, max_blocks], padded with -1
-    logit_rows: Array  # [rows that want logits], indices of their last query tokens
-    prompt_rows: Array  # [prompt tokens], indices of the tokens that predict a next prompt token
-
-
-def flatten(batch: Batch, block_size: int) -> FlatBatch:
-    """Lay the rows of a batch out one after another."""
-    query_lens = np.array([len(row.token_ids) for row in batch], dtype=np.int64)  # [seqs]
-    first = np.array([row.first_position for row in batch], dtype=np.int64)  # [seqs]
-    query_start = np.zeros(len(batch) + 1, dtype=np.int64)  # [seqs + 1]
-    np.cumsum(query_lens, out=query_start[1:])
-    max_blocks = max((len(row.blocks) for row in batch), default=0)
-    block_tables = np.full((len(batch), max_blocks), -1, dtype=np.int64)  # [seqs, max_blocks]
-    for table, row in zip(block_tables, batch, strict=True):
-        table[: len(row.blocks)] = row.blocks
-    return FlatBatch(
-        ids=np.array([token for row in batch for token in row.token_ids], dtype=np.int64),
-        positions=np.arange(query_start[-1]) + np.repeat(first - query_start[:-1], query_lens),
-        slots=np.array([slot for row in batch for slot in row.slots(block_size)], dtype=np.int64),
-        query_start=query_start,
-        context_lens=first + query_lens,
-        block_tables=block_tables,
-        logit_rows=query_start[1:][[row.wants_logits for row in batch]] - 1,
-        prompt_rows=np.array(
-            [at + i for at, row in zip(query_start, batch, strict=False) for i in range(row.num_prompt_logits)],
-            dtype=np.int64,
-        ),
-    )
+        return measure(self.kv_cache, probe.forward, len(self.groups.windows))
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:

@@ -41,14 +41,14 @@ def carry(kv_cache: KVCache, moves: BlockMoves) -> None:
     write_blocks(kv_cache, moves.load)
 
 
-def measure(kv_cache: KVCache, forward: Callable[[Batch], object]) -> Costs:
+def measure(kv_cache: KVCache, forward: Callable[[Batch], object], num_groups: int = 1) -> Costs:
     """Measure this machine's copies and its prefill, in a fraction of a second.
 
     The live cache is left alone: `forward` runs a prompt in the first blocks of another cache like it. Copies run
     within two scratch caches: one with blocks of a few bytes, where only the start of a copy counts, and one with
     blocks of this cache's own size.
     """
-    shape = (kv_cache.num_layers, kv_cache.block_size, kv_cache.num_kv_heads, kv_cache.head_dim)
+    shape = (kv_cache.layers_per_block, kv_cache.block_size, kv_cache.num_kv_heads, kv_cache.head_dim)
     tiny = _seconds_per_block(kv_cache, (1, 1, 1, 1), 64)
     full = _seconds_per_block(kv_cache, shape, max(1, SCRATCH_BYTES // kv_cache.block_bytes))
     return Costs(
@@ -57,7 +57,7 @@ def measure(kv_cache: KVCache, forward: Callable[[Batch], object]) -> Costs:
         block_bytes=kv_cache.block_bytes,
         # A small block may appear to take less time than a tiny one; the time left for its bytes must stay positive.
         link_bytes_per_second=kv_cache.block_bytes / max(full - tiny, full / 2),
-        prefill_tokens_per_second=_prefill_rate(kv_cache, forward),
+        prefill_tokens_per_second=_prefill_rate(kv_cache, forward, num_groups),
     )
 
 
@@ -72,10 +72,10 @@ def _seconds_per_block(kv_cache: KVCache, shape: tuple[int, int, int, int], num_
     return min(_seconds(lambda: scratch.swap_out(pairs)) for _ in range(3)) / num_blocks
 
 
-def _prefill_rate(kv_cache: KVCache, forward: Callable[[Batch], object]) -> float:
+def _prefill_rate(kv_cache: KVCache, forward: Callable[[Batch], object], num_groups: int) -> float:
     """Return the prefill speed for a short prompt, in tokens per second."""
     num_tokens = min(PROBE_TOKENS, kv_cache.num_blocks * kv_cache.block_size)
-    blocks = range(-(-num_tokens // kv_cache.block_size))
+    blocks = [i // num_groups for i in range(-(-num_tokens // kv_cache.block_size) * num_groups)]  # groups share them
     prompt = BatchRow([0] * num_tokens, first_position=0, blocks=blocks, wants_logits=False)
     return num_tokens / _seconds(lambda: forward([prompt]))
 
@@ -84,7 +84,7 @@ def probe_cache(kv_cache: KVCache) -> KVCache:
     """Return a cache like the live one, with just enough blocks for the prompt that `measure` runs."""
     num_blocks = min(kv_cache.num_blocks, -(-PROBE_TOKENS // kv_cache.block_size))
     sizes = (kv_cache.num_layers, num_blocks, kv_cache.block_size, kv_cache.num_kv_heads, kv_cache.head_dim)
-    return KVCache(*sizes, dtype=kv_cache.dtype, kv_cache_dtype=kv_cache.kv_cache_dtype)
+    return KVCache(*sizes, dtype=kv_cache.dtype, kv_cache_dtype=kv_cache.kv_cache_dtype, places=kv_cache.places)
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -27,8 +27,9 @@ import numpy as np
 from minipaged.contracts import Batch
 from minipaged.models.config import ModelConfig
 from minipaged.models.shards import Shard
+from minipaged.reference.flat_batch import flatten
 from minipaged.reference.kv_cache import Array
-from minipaged.reference.llama import Llama, flatten
+from minipaged.reference.llama import Llama
 from minipaged.reference.preemption import carry, measure, probe_cache
 from minipaged.scheduling import Costs
 from minipaged.steps import BlockMoves
@@ -50,7 +51,7 @@ class ShardedLlama(Llama):
 
     def forward(self, batch: Batch) -> Array:
         """Return the logits [rows that want them, vocab_size] after the last query token of each row."""
-        tokens = flatten(batch, self.kv_cache.block_size)
+        tokens = flatten(batch, self.kv_cache.block_size, len(self.groups.windows))
         rotations = self._rotations(tokens.positions)
         x = self._embed(tokens.ids)  # [tokens, hidden]
         for ranks in self.stages:  # a stage passes only x to the next

@@ -19,12 +19,12 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from string import ascii_lowercase, ascii_uppercase
 from typing import Literal
 
 from minipaged import events as ev
-from minipaged.events import Event
+from minipaged.events import HOLE, Event
 
 LETTERS = ascii_uppercase + ascii_lowercase
 NO_LETTER = "*"
@@ -46,21 +46,37 @@ class LiveSequence:
     letter: str = ""
     """The sequence's label, which it gets with its first blocks."""
     table: list[int] = field(default_factory=list)
-    """The block table, in logical order. After the sequence's end: the blocks that it gave back."""
+    """The block table, in logical order, with a HOLE for each block that a window has passed. With several groups of
+    layers it has an entry in each for every logical block. After the sequence's end: the blocks that it gave back."""
     num_computed: int = 0
     """The number of filled slots in the table's blocks."""
     swapped: bool = False
     """Whether the blocks in `table` are host blocks."""
     ended: str | None = None
     """Why the sequence ended; None while it runs."""
+    num_groups: int = 1
+
+    @property
+    def blocks(self) -> list[int]:
+        """The blocks in the table."""
+        return [block for block in self.table if block != HOLE]
+
+    def tables(self) -> list[list[int]]:
+        """Return the block table of each group of layers."""
+        return [self.table[group :: self.num_groups] for group in range(self.num_groups)]
+
+    def filled(self, entry: int, block_size: int) -> int:
+        """Return the number of filled slots in the block of an entry of the table."""
+        return min(block_size, self.num_computed - entry // self.num_groups * block_size)
 
     @property
     def tokens(self) -> list[int]:
         return [*self.prompt, *self.output]
 
-    def tokens_in(self, logical_block: int, block_size: int) -> tuple[int, ...]:
+    def tokens_in(self, entry: int, block_size: int) -> tuple[int, ...]:
         """Return the tokens in one block of the table, without slots that are empty or whose token is unknown."""
-        start, stop = logical_block * block_size, min(self.num_computed, (logical_block + 1) * block_size)
+        start = entry // self.num_groups * block_size
+        stop = min(self.num_computed, start + block_size)
         after = len(self.prompt)
         return (*self.prompt[start:stop], *self.output[max(0, start - after) : max(0, stop - after)])
 
@@ -142,6 +158,8 @@ class State:
 
     block_size: int = 1
     max_model_len: int = 1
+    group_windows: tuple[int | None, ...] = (None,)
+    """The window of each group of layers, in tokens; None: its layers see everything."""
     step: int = 0
     device: PoolState = field(default_factory=lambda: PoolState(0))
     host: PoolState = field(default_factory=lambda: PoolState(0))
@@ -229,6 +247,8 @@ class State:
                 self.recent.append((event.seconds, self.num_generated))
             case ev.BlockCopied():
                 self._copy(event)
+            case ev.BlocksPassed():
+                self._pass(self.sequences[event.sequence], event)
             case ev.BlocksFreed():
                 self._give_back(self.sequences[event.sequence], event.blocks)
             case ev.SequenceForked():
@@ -270,6 +290,7 @@ class State:
                 self.__init__()  # type: ignore[misc]
                 self.device, self.host = PoolState(event.num_blocks), PoolState(event.num_swap_blocks)
                 self.block_size, self.max_model_len = event.block_size, event.max_model_len
+                self.group_windows = event.group_windows
                 self.counts[event.name] += 1
             case ev.RequestArrived():
                 self._arrive(event)
@@ -299,7 +320,7 @@ class State:
     def _arrive(self, event: ev.RequestArrived) -> None:
         prompt = event.prompt_token_ids
         request = LiveRequest(event.request, self.num_arrived, prompt)
-        sequence = LiveSequence(event.sequence, request, prompt)
+        sequence = LiveSequence(event.sequence, request, prompt, num_groups=len(self.group_windows))
         request.sequences.append(sequence)
         self.num_arrived += 1
         self.requests[event.request] = request
@@ -341,6 +362,7 @@ class State:
     def _fork(self, event: ev.SequenceForked) -> None:
         parent = self.sequences[event.parent]
         child = LiveSequence(event.child, parent.request, parent.prompt, [*parent.output], swapped=parent.swapped)
+        child.num_groups = parent.num_groups
         self._name(child)
         self.sequences[event.child] = child
         parent.request.sequences.append(child)
@@ -386,8 +408,10 @@ class State:
         for block in new_blocks:
             self.device.hold(block, sequence, 0)
         # A faulty allocator can leave the table with too few blocks for its tokens. Such a run is followed too.
-        for logical in range(start // size, min(len(sequence.table), -(-num_tokens // size))):
-            self.device.fill(sequence.table[logical], min(size, num_tokens - logical * size))
+        groups = sequence.num_groups
+        for entry in range(start // size * groups, min(len(sequence.table), -(-num_tokens // size) * groups)):
+            if sequence.table[entry] != HOLE:  # before a block of which nothing was filled
+                self.device.fill(sequence.table[entry], sequence.filled(entry, size))
 
     def _reuse(self, sequence: LiveSequence, event: ev.PrefixReused) -> None:
         if sequence.table:
@@ -408,30 +432,36 @@ class State:
         """Start an empty table with blocks that another sequence or the prefix cache holds."""
         sequence.table, sequence.num_computed = [*blocks], num_computed
         pool = self._pool_of(sequence)
-        for logical, block in enumerate(blocks):
-            pool.hold(block, sequence, min(self.block_size, num_computed - logical * self.block_size))
+        for entry, block in enumerate(blocks):
+            if block != HOLE:
+                pool.hold(block, sequence, sequence.filled(entry, self.block_size))
         if blocks and not sequence.swapped:
             self.num_on_device += 1
             self.contiguous_tokens += num_computed
 
-    def _replace(self, number: int, logical: int, old: int, new: int) -> None:
+    def _replace(self, number: int, entry: int, old: int, new: int) -> None:
         """Replace a table entry by another block with the same content."""
         sequence = self.sequences[number]
-        self._check_entry(sequence, logical, old)
-        filled = min(self.block_size, sequence.num_computed - logical * self.block_size)
+        self._check_entry(sequence, entry, old)
         self.device.release(old, sequence)
-        self.device.hold(new, sequence, filled)
-        sequence.table[logical] = new
+        self.device.hold(new, sequence, sequence.filled(entry, self.block_size))
+        sequence.table[entry] = new
 
-    def _check_entry(self, sequence: LiveSequence, logical: int, block: int) -> None:
-        if sequence.table[logical] != block:
+    def _check_entry(self, sequence: LiveSequence, entry: int, block: int) -> None:
+        if sequence.table[entry] != block:
             raise ValueError(
-                f"entry {logical} of the table of sequence {sequence.number} is {sequence.table[logical]}, not {block}"
+                f"entry {entry} of the table of sequence {sequence.number} is {sequence.table[entry]}, not {block}"
             )
 
+    def _pass(self, sequence: LiveSequence, event: ev.BlocksPassed) -> None:
+        for entry, block in zip(event.entries, event.blocks, strict=True):
+            self._check_entry(sequence, entry, block)
+            self.device.release(block, sequence)
+            sequence.table[entry] = HOLE
+
     def _give_back(self, sequence: LiveSequence, blocks: tuple[int, ...]) -> None:
-        if sequence.table != list(blocks):
-            raise ValueError(f"sequence {sequence.number} holds blocks {sequence.table}, not {list(blocks)}")
+        if sequence.blocks != list(blocks):
+            raise ValueError(f"sequence {sequence.number} holds blocks {sequence.blocks}, not {list(blocks)}")
         pool = self._pool_of(sequence)
         for block in blocks:
             pool.release(block, sequence)
@@ -450,13 +480,11 @@ class State:
         request, new = self.requests[name], dict(pairs)
         source, target = (self.device, self.host) if to_host else (self.host, self.device)
         for sequence in request.sequences:
-            filled = [
-                min(self.block_size, sequence.num_computed - i * self.block_size) for i in range(len(sequence.table))
-            ]
-            for block, slots in zip(sequence.table, filled, strict=True):
-                source.release(block, sequence)
-                target.hold(new[block], sequence, slots)
-            sequence.table = [new[block] for block in sequence.table]
+            for entry, block in enumerate(sequence.table):
+                if block != HOLE:
+                    source.release(block, sequence)
+                    target.hold(new[block], sequence, sequence.filled(entry, self.block_size))
+            sequence.table = [HOLE if block == HOLE else new[block] for block in sequence.table]
             sequence.swapped = to_host
             if sequence.table:
                 self.num_on_device += -1 if to_host else 1
@@ -495,12 +523,7 @@ class State:
         for name, old in self.requests.items():
             new = LiveRequest(name, old.order, old.prompt, old.queue)
             new.done, new.preempted, new.joining = [*old.done], old.preempted, old.joining
-            new.sequences = [
-                LiveSequence(
-                    s.number, new, s.prompt, [*s.output], s.letter, [*s.table], s.num_computed, s.swapped, s.ended
-                )
-                for s in old.sequences
-            ]
+            new.sequences = [replace(s, request=new, output=[*s.output], table=[*s.table]) for s in old.sequences]
             sequences |= {sequence.number: sequence for sequence in new.sequences}
             requests[name] = new
 
@@ -510,6 +533,7 @@ class State:
         return State(
             self.block_size,
             self.max_model_len,
+            self.group_windows,
             self.step,
             self.device.copy(),
             self.host.copy(),

@@ -154,15 +154,17 @@ def _tell_computed(state: State, sequence: LiveSequence, event: ev.TokensCompute
         return Sentence("return", f"{called(sequence.request)} is back: {again}", blocks)
     if sequence.request.joining:
         former = _former_holders(state, blocks)
-        blocks = (*sequence.table[start // size :], *blocks)  # it may begin in a block that it found
+        first = start // size * sequence.num_groups
+        blocks = (*sequence.table[first:], *blocks)  # it may begin in a block that it found
         text = f"request {sequence.request.name} joins: {_count(count, 'token')} into {numbers(blocks)}{former}"
         return Sentence("join", text, blocks)
     tokens = f"tokens {start}-{event.num_tokens - 1}" if count > 1 else f"token {start}"
     if blocks:
-        logical = numbers(range(len(sequence.table), len(sequence.table) + len(blocks)))
+        before, after = (n // sequence.num_groups for n in (len(sequence.table), len(sequence.table) + len(blocks)))
+        logical = numbers(range(before, after))
         full = f"{here}'s last block is full; " if start and start % size == 0 else f"{here} grows; "
         return Sentence("grow", f"{full}{tokens}: logical {logical} -> physical {numbers(blocks)}", blocks)
-    last = sequence.table[(event.num_tokens - 1) // size]
+    last = sequence.table[(event.num_tokens - 1) // size * sequence.num_groups]
     slot = (event.num_tokens - 1) % size + 1
     return Sentence("fill", f"{tokens} of {here} into block {last}: {slot} of {_count(size, 'slot')} filled", (last,))
 
@@ -217,9 +219,9 @@ def _tell_freed(state: State, sequence: LiveSequence, blocks: tuple[int, ...]) -
 def _tell_fork(state: State, parent: LiveSequence) -> Sentence:
     child = state.letters[0] if state.letters else "another"
     text = (
-        f"{name(parent)} forks: {child} gets a copy of its table, and shares its {_count(len(parent.table), 'block')}"
+        f"{name(parent)} forks: {child} gets a copy of its table, and shares its {_count(len(parent.blocks), 'block')}"
     )
-    return Sentence("child", text, tuple(parent.table))
+    return Sentence("child", text, tuple(parent.blocks))
 
 
 def _tell_end(sequence: LiveSequence, reason: str) -> Sentence:
@@ -244,9 +246,9 @@ def _tell_forks(state: State) -> Sentence | None:
         return Sentence("beams", f"{_survival(state)}; {which}", tuple(free))
     if state.forks:
         parent, children = state.forks[0][0], [name(child) for _, child in state.forks]
-        shared = _count(len(parent.table), "block")
+        shared = _count(len(parent.blocks), "block")
         text = f"{name(parent)} forks into {listed(children)}: {shared} shared, none copied"
-        return Sentence("fork", text, tuple(parent.table))
+        return Sentence("fork", text, tuple(parent.blocks))
     return None
 
 
@@ -267,14 +269,14 @@ def _tell_preemption(request: LiveRequest, event: ev.RequestPreempted) -> Senten
         "recompute": f"recompute, {_count(event.num_tokens, 'token')} dropped",
     }[event.mode]
     short = _count(event.blocks_short, "block")
-    blocks = tuple(block for sequence in request.sequences for block in sequence.table)
+    blocks = tuple(block for sequence in request.sequences for block in sequence.blocks)
     text = f"{short} short: {called(request)}, the latest of those that run, is preempted by {what}"
     return Sentence("preempt", text, tuple(dict.fromkeys(blocks)))
 
 
 def _tell_departure(state: State, request: LiveRequest, event: ev.RequestFinished) -> Sentence:
     ended = {"finished": "has finished", "aborted": "was cancelled", "failed": "has failed"}[event.reason]
-    blocks = tuple(sorted({block for s in request.done if not s.swapped for block in s.table}))
+    blocks = tuple(sorted({block for s in request.done if not s.swapped for block in s.blocks}))
     back = f" and gives back {numbers(blocks)}" if blocks else ""
     return Sentence("leave", f"{called(request)} {ended}{back}", blocks)
 
@@ -320,6 +322,11 @@ def explain(state: State, event: Event, words: Words | None = None, doubted: Col
                 f"Sequence {letter(event.sequence)} begins with {_blocks(event.blocks)}, already computed ({where})."
             )
             return begins + _explain_part(state, event)
+        case ev.BlocksPassed():
+            return (
+                f"No layer will see {_blocks(event.blocks)} of sequence {letter(event.sequence)} again: the window has "
+                "passed. What is given back leaves a hole in the table."
+            )
         case ev.BlocksFreed():
             return _explain_freed(state, state.sequences[event.sequence], event.blocks, doubted)
         case ev.BlockCached():
@@ -386,7 +393,7 @@ def _explain_part(state: State, event: ev.PrefixReused) -> str:
 def _explain_sequence(state: State, event: Event, words: Words | None) -> str:
     match event:
         case ev.SequenceForked():
-            shared = _count(len(state.sequences[event.parent].table), "block")
+            shared = _count(len(state.sequences[event.parent].blocks), "block")
             return (
                 f"Sequence {letter(event.child)} is forked from sequence {letter(event.parent)}: it shares {shared}, "
                 "and nothing is copied."
@@ -453,7 +460,8 @@ def _explain_computed(sequence: LiveSequence, event: ev.TokensComputed, block_si
     if event.new_blocks:
         are = "is" if len(event.new_blocks) == 1 else "are"
         return f"{needs}: {_blocks(event.new_blocks)} {are} taken from the free ones.{again}"
-    last, room = sequence.table[-1], len(sequence.table) * block_size - sequence.num_computed
+    slots = len(sequence.table) // sequence.num_groups * block_size
+    last, room = sequence.table[-1], slots - sequence.num_computed
     if room < event.num_tokens - sequence.num_computed:  # a faulty table
         has = f"has {_count(room, 'slot')} left" if room > 0 else "is full"
         return f"{needs}. Its last block, {last}, {has}, and yet nothing is allocated.{again}"

@@ -55,7 +55,7 @@ class LoadedModel:
         chosen = tiers.choose_tier(tier, device, dtype)
         folder = hub.resolve(model)
         config = load_config(folder)
-        check_length(config, max_model_len, chosen)
+        check_length(config, max_model_len)
         sizes = (tensor_parallel_size, pipeline_parallel_size)
         check_parallel_sizes(config, *sizes)
         chosen = chosen.for_model(config, device, dtype)
@@ -89,7 +89,7 @@ class LoadedModel:
                         f"{name} is {value:g}, but the model was loaded for {settled[name]:g}; leave it out"
                     )
             asked = replace(asked, **settled)
-        check_length(self.config, asked.max_model_len, self.tier)
+        check_length(self.config, asked.max_model_len)
         return asked
 
     def block_bytes(self, block_size: int, kv_cache_dtype: KVCacheDtype = "auto", tensor_parallel_size: int = 1) -> int:
@@ -107,26 +107,23 @@ def check_before_loading(config: ModelConfig | None = None, **settings: Unpack[G
         check_parallel_sizes(config, asked.tensor_parallel_size, asked.pipeline_parallel_size)
 
 
-def check_length(config: ModelConfig, max_model_len: int | None, tier: DeviceTier | None = None) -> None:
-    """Raise InvalidRequest if `max_model_len` is longer than the model's context length, or than `tier` computes."""
-    made_for = config.max_position_embeddings
-    context = tier.context_length(config) if tier else made_for
-    if max_model_len is None or max_model_len <= context:
-        return
-    why = f"this model was made for at most {context} tokens"
-    if tier and context < made_for:
-        why = (
-            f"this model attends to the last {context} tokens only (its sliding window), and the {tier.name} tier "
-            f"applies no sliding window on a GPU yet; give {context} or less, where this makes no difference, or use "
-            "device='cpu'"
-        )
-    raise InvalidRequest(f"max_model_len is {max_model_len}; {why}")
+def check_length(config: ModelConfig, max_model_len: int | None) -> None:
+    """Raise InvalidRequest if `max_model_len` is longer than the model's context length."""
+    longest = config.max_position_embeddings
+    if max_model_len is not None and max_model_len > longest:
+        raise InvalidRequest(f"max_model_len is {max_model_len}; this model was made for at most {longest} tokens")
 
 
 def check_connector(asked: Settings, folder: Path, config: ModelConfig, tier: DeviceTier) -> None:
     """Raise InvalidRequest if the KV connector or the disk floor cannot be used, or if its other engines have blocks of
     another kind."""
     for connector in (asked.kv_connector, disk_floor(asked)):
+        if connector is not None and tier.groups(config).windows != (None,):
+            name = "kv_connector" if connector is asked.kv_connector else "kv_cache_folder"
+            raise InvalidRequest(
+                f"{name} is given, but some of the model's layers have a window, and blocks of such models are not "
+                "handed over: a block has only a part of the layers; leave it out"
+            )
         if connector is not None:
             connector.check(handshake(asked, folder, config, tier))
 

@@ -50,8 +50,8 @@ class Settings(EngineSettings):
     swap_space: float | None = setting(None, at_least=0, at_most=2**20)
     """Size of the host pool in GiB, as older versions of vLLM had it; give this or `num_swap_blocks`."""
     max_model_len: int | None = left_open("max_model_len")
-    """Maximum length of a sequence, prompt and output together, in tokens; if left open (or -1), the model's maximum
-    (on a GPU its sliding window, if it has one), or the pool's size if that is smaller."""
+    """Maximum length of a sequence, prompt and output together, in tokens; if left open (or -1), the model's maximum,
+    or what the pool holds if that is less."""
     async_scheduling: bool | None = left_open("async_scheduling")
     """Launch a step before the tokens of the step before are known; this changes no token. If left open, on with a GPU,
     which then need not wait for the host. No effect with `pipeline_parallel_size` above 1."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
+from minipaged.engine.grouped_memory import blocks_alone, most_at_once
 from minipaged.errors import InvalidRequest
 from minipaged.models.shards import check_parallel_sizes
 from minipaged.params import EngineConfig, EngineSettings
@@ -35,14 +38,16 @@ def engine_config(asked: Settings, loaded: LoadedModel, host_sharers: int) -> En
         room = int(_free_host_bytes(host_sharers) / (2 if on_cpu else 4) / size)
         num_swap_blocks = max(1, min(int(num_blocks * SWAP_SHARE), room))
     if max_model_len is None:
-        max_model_len = min(loaded.tier.context_length(config), num_blocks * asked.block_size)
+        lengths = range(1, config.max_position_embeddings + 1)
+        max_model_len = max(1, bisect_right(lengths, num_blocks, key=partial(_blocks_of_one, asked, loaded)))
     return EngineConfig(
         num_blocks=num_blocks,
         num_swap_blocks=num_swap_blocks,
         max_model_len=max_model_len,
         vocab_size=config.vocab_size,
         eos_token_ids=config.eos_token_ids,
-        async_scheduling=not on_cpu if asked.async_scheduling is None else asked.async_scheduling,
+        group_windows=loaded.tier.groups(config).windows,
+        async_scheduling=_is_async(asked, loaded),
         **{each.name: getattr(asked, each.name) for each in fields(EngineSettings)},
     )
 
@@ -60,7 +65,18 @@ def _blocks_that_fit(asked: Settings, loaded: LoadedModel, host_sharers: int) ->
             f"a block of {asked.block_size} tokens takes {size:,} bytes, but only {int(free):,} may be used; lower "
             "block_size, raise gpu_memory_utilization, or free some memory"
         )
-    return min(num_blocks, asked.max_num_seqs * -(-loaded.tier.context_length(loaded.config) // asked.block_size))
+    return min(num_blocks, asked.max_num_seqs * _blocks_of_one(asked, loaded, loaded.config.max_position_embeddings))
+
+
+def _blocks_of_one(asked: Settings, loaded: LoadedModel, num_tokens: int) -> int:
+    """The most blocks that a sequence of this length holds."""
+    windows = loaded.tier.groups(loaded.config).windows
+    at_once = most_at_once(asked.max_num_batched_tokens, _is_async(asked, loaded))
+    return blocks_alone(windows, num_tokens, asked.block_size, at_once)
+
+
+def _is_async(asked: Settings, loaded: LoadedModel) -> bool:
+    return loaded.tier.device != "cpu" if asked.async_scheduling is None else asked.async_scheduling
 
 
 def _free_host_bytes(host_sharers: int) -> float:

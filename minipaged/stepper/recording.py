@@ -377,7 +377,7 @@ class _Tracer:
         sequences = [s for request in self._engine._requests.values() for s in request.sequences if not s.swapped]
         try:
             counts = {block: int(allocator.ref_count(block)) for block in range(blocks.allocator.num_blocks)}
-            return Believed(counts, {s.sequence_id: [int(block) for block in s.table.blocks] for s in sequences})
+            return Believed(counts, {s.sequence_id: [int(block) for block in s.entries] for s in sequences})
         except Exception:
             return Believed()
 

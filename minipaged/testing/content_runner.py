@@ -14,7 +14,9 @@ from typing import Any, NoReturn
 
 from minipaged.contracts import Batch, Logits, PromptInput, Sampled, SampleFunction, SamplingInput, slots_of
 from minipaged.engine.engine import Engine
+from minipaged.engine.grouped_table import first_seen
 from minipaged.errors import Invariant, InvariantViolation
+from minipaged.events import HOLE
 from minipaged.mirror import Mirror, MirroredRunner
 from minipaged.scheduling import Costs
 from minipaged.steps import BlockMoves, StepInput
@@ -49,7 +51,8 @@ class GivenRow:
     sequence: int
     tokens_before: list[int]
     token_ids: list[int]
-    slots: list[int]
+    slots: list[list[int]]
+    """The slots of the query tokens in each group of layers."""
     blocks: list[int]
     wants_logits: bool
     num_prompt_logits: int
@@ -113,9 +116,10 @@ class CheckedMirror(Mirror):
                 self._differs(
                     f"the mirror of lane {lane} has sequence {number}, which is in lane {theirs[number].lane}"
                 )
-            blocks = [] if theirs[number].swapped else list(theirs[number].table.blocks)
-            if mine.blocks != blocks:
-                self._differs(f"the block table of sequence {number} is {blocks}, in the mirror {mine.blocks}")
+            entries = [] if theirs[number].swapped else list(theirs[number].entries)
+            known = [entry if entry == HOLE else block for entry, block in zip(entries, mine.blocks, strict=False)]
+            if known != entries or len(mine.blocks) != len(entries):  # a hole is not told
+                self._differs(f"the block table of sequence {number} is {entries}, in the mirror {mine.blocks}")
             # The tokens that the step in flight chooses may be known on one side only.
             pairs = zip(theirs[number].tokens, mine.token_ids(0, mine.num_tokens), strict=False)
             most_ahead = 0 if mine.sampling is None else 1
@@ -129,11 +133,11 @@ class CheckedMirror(Mirror):
             start = min(row.start, self._unfilled.pop(row.sequence, row.start))
             stop = min(row.stop, table.num_tokens) if engine.takes_short_way else row.stop
             slots = list(table.slot_mapping(start, stop)) if stop > start else []
-            if slots != slots_of(blocks, start, stop, self._runner.block_size):
+            if slots != [slot for group in self._runner.slots(blocks, start, stop) for slot in group]:
                 self._differs(f"positions {start} to {stop - 1} of blocks {blocks} cannot be in slots {slots}")
             if stop < row.stop:
                 self._unfilled[row.sequence] = max(start, stop)
-            if row.stop > len(blocks) * self._runner.block_size:
+            if row.stop > len(blocks) // len(self._runner.windows) * self._runner.block_size:
                 self._differs(f"blocks {blocks} of sequence {row.sequence} have no slot for position {row.stop - 1}")
 
     def _differs(self, message: str) -> NoReturn:
@@ -158,7 +162,7 @@ class ContentRunner(MirroredRunner):
     """Runs steps on memory that remembers its writers.
 
     `choose`: the function that chooses tokens; None: the model's own. `model`: the source of the logits; None:
-    `NumpyModel`, whose choices are those of the reference tier.
+    `NumpyModel`, whose choices are those of the reference tier. `windows`: the window of each group of layers, or None.
     """
 
     def __init__(
@@ -170,14 +174,16 @@ class ContentRunner(MirroredRunner):
         swap_is_cheap: bool = True,
         choose: SampleFunction | None = None,
         model: FakeModel | None = None,
+        windows: Sequence[int | None] = (None,),
     ) -> None:
         super().__init__(lambda: CheckedMirror(self))
+        self.windows = windows
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.swap_is_cheap = swap_is_cheap
         self.prefixes = Prefixes()
-        self.device: list[list[Prefix | None]] = [[None] * block_size for _ in range(num_blocks)]
-        self.host: list[list[Prefix | None]] = [[None] * block_size for _ in range(num_swap_blocks)]
+        self.device: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.host: list[list[int | None]] = [[None] * block_size for _ in range(num_swap_blocks)]
         self.prompt_logits: dict[int, list[Any]] = {}
         """Prompt logits by sequence, kept until their log-probabilities are reported."""
         self.engine: Engine | None = None
@@ -199,6 +205,11 @@ class ContentRunner(MirroredRunner):
         for source, destination in moves.copy:
             self.device[destination] = list(self.device[source])
 
+    def slots(self, blocks: Sequence[int], start: int, stop: int) -> list[list[int]]:
+        """The slots of positions start to stop - 1, by group of layers. `blocks`: the entries of the block table."""
+        groups = len(self.windows)
+        return [slots_of(blocks[group::groups], start, stop, self.block_size) for group in range(groups)]
+
     def forward(self, batch: Batch) -> Any:
         return self.compute(self.take(batch))
 
@@ -207,7 +218,7 @@ class ContentRunner(MirroredRunner):
         given = []
         for row, of in zip(self.mirror.rows, batch, strict=False):
             before = self.mirror.sequences[row.sequence].token_ids(0, row.start)
-            slots = of.slots(self.block_size)
+            slots = self.slots(of.blocks, row.start, row.stop)
             blocks = list(of.blocks)
             wanted = (of.wants_logits, of.num_prompt_logits)
             given.append(GivenRow(row.sequence, before, list(of.token_ids), slots, blocks, *wanted))
@@ -220,12 +231,13 @@ class ContentRunner(MirroredRunner):
             prefix = 0
             for token in row.tokens_before:
                 prefix = self.prefixes.extend(prefix, token)
-            for token, slot in zip(known[len(row.tokens_before) :], row.slots, strict=True):
+            for token, *slots in zip(known[len(row.tokens_before) :], *row.slots, strict=True):
                 prefix = self.prefixes.extend(prefix, token)
-                self.device[slot // self.block_size][slot % self.block_size] = prefix
+                for group, slot in enumerate(slots):
+                    self.device[slot // self.block_size][slot % self.block_size] = self._content(prefix, group)
         logits = []
         for row, known in zip(rows, tokens, strict=True):
-            found = self._read(row.sequence, row.blocks, known)
+            found = self._read(row.sequence, row.blocks, known, len(row.tokens_before))
             if row.wants_logits:
                 logits.append(self.model.logits(found, self.vocab_size))
             if row.num_prompt_logits:
@@ -253,19 +265,31 @@ class ContentRunner(MirroredRunner):
             prefill_tokens_per_second=1e3,
         )
 
-    def _read(self, sequence: int, blocks: Sequence[int], tokens: list[int]) -> list[int]:
-        """Return the tokens found in memory. They equal `tokens`, unless `on_wrong_read` let a wrong read pass."""
+    def _content(self, prefix: Prefix, group: int) -> int:
+        """What a slot holds: the prefix that wrote it, and the group of layers for which it did, as one number."""
+        return prefix * len(self.windows) + group
+
+    def _read(self, sequence: int, blocks: Sequence[int], tokens: list[int], start: int) -> list[int]:
+        """Return the tokens found in memory. They equal `tokens`, unless `on_wrong_read` let a wrong read pass.
+
+        A group of layers reads what the query tokens see, which begin at `start`. A position that none of them sees is
+        taken from `tokens`.
+        """
         read, prefix = list[int](), 0
+        first = [first_seen(window, start) for window in self.windows]
         for position, token in enumerate(tokens):
             prefix = self.prefixes.extend(prefix, token)
-            block = blocks[position // self.block_size]
-            found = self.device[block][position % self.block_size]
-            if found == prefix:
-                read.append(token)
-            else:
-                there = None if found is None else self.prefixes.tokens(found)
-                self.on_wrong_read(WrongRead(sequence, position, block, tokens[: position + 1], there))
-                read += there or []
+            here = [token]
+            for group, seen in enumerate(first):
+                if position < seen:
+                    continue
+                block = blocks[position // self.block_size * len(first) + group]
+                found = None if block == HOLE else self.device[block][position % self.block_size]
+                if found != self._content(prefix, group):
+                    there = None if found is None else self.prefixes.tokens(found // len(first))
+                    self.on_wrong_read(WrongRead(sequence, position, block, tokens[: position + 1], there))
+                    here = there or []
+            read += here
         return read
 
     def on_wrong_read(self, read: WrongRead) -> None:

@@ -39,7 +39,15 @@ from minipaged.scheduling import MakePolicy
 from minipaged.testing.content_runner import ContentRunner, numpy_model
 from minipaged.testing.fake_model import FakeModel
 
-COUNTED = ("request_refused", "block_copied", "block_evicted", "block_deduplicated", "block_demoted", "blocks_promoted")
+COUNTED = (
+    "request_refused",
+    "block_copied",
+    "block_evicted",
+    "block_deduplicated",
+    "block_demoted",
+    "blocks_promoted",
+    "blocks_passed",
+)
 """The kinds of events that are counted by their names alone (`WorkloadRun.happened`)."""
 
 
@@ -206,6 +214,7 @@ class WorkloadRun:
             self.workload.swap_is_cheap,
             tier.sample,
             self.model,
+            config.group_windows,
         )
         self.engine = Engine(
             config,

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 
 from minipaged.contracts import Runner, Tier
 from minipaged.models.config import ModelConfig
+from minipaged.models.layer_groups import LayerGroups
 from minipaged.params import EngineConfig, KVCacheDtype
 
 
@@ -38,9 +39,9 @@ class DeviceTier(Tier, ABC):
         with the `device` and the `dtype` that the user gave. Raises InvalidRequest if there is none."""
         return self
 
-    def context_length(self, config: ModelConfig) -> int:
-        """The longest sequence that this tier computes with the model, in tokens."""
-        return config.max_position_embeddings
+    def groups(self, config: ModelConfig) -> LayerGroups:
+        """The groups of the model's layers, each with its own block tables."""
+        return config.groups
 
     @abstractmethod
     def load_weights(self, folder: Path, config: ModelConfig) -> Any:
@@ -65,14 +66,15 @@ class DeviceTier(Tier, ABC):
         *,
         on_host: bool = False,
     ) -> int:
-        """Bytes of one block: K and V of `block_size` tokens in every layer, on all ranks that share a memory.
+        """Bytes of one block: K and V of `block_size` tokens in every layer of a group, on all ranks that share a
+        memory.
 
         `on_host`: in the pool that blocks are swapped to.
         """
         in_8_bits = kept_as(config, kv_cache_dtype) != "auto"  # then each head has a scale, in float32
         per_head = config.head_dim + 4 if in_8_bits else config.head_dim * self.ITEM_BYTES[self.dtype]
         kv_heads = max(config.num_key_value_heads, tensor_parallel_size)  # each rank has one at least
-        return block_size * config.num_hidden_layers * 2 * kv_heads * per_head
+        return block_size * self.groups(config).layers_per_block * 2 * kv_heads * per_head
 
 
 def kept_as(config: ModelConfig, kv_cache_dtype: str) -> str:

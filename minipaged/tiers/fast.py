@@ -7,7 +7,7 @@ import platform
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from minipaged.contracts import Runner, Tier
 from minipaged.errors import InvalidRequest
 from minipaged.models.config import ModelConfig
+from minipaged.models.layer_groups import LayerGroups
 from minipaged.models.shards import Shard, local_config
 from minipaged.params import EngineConfig
 from minipaged.tiers import devices
@@ -89,18 +90,8 @@ class FastTier(DeviceTier):
 
         return most_threads()
 
-    def context_length(self, config: ModelConfig) -> int:
-        """The longest sequence. On a GPU as long as the shortest window, because attention applies none there. Up to
-        there it makes no difference."""
-        if self.device == "cpu":
-            return config.max_position_embeddings
-        windows = [window for window in config.layer_windows if window is not None]
-        return min([config.max_position_embeddings, *windows])
-
     def for_model(self, config: ModelConfig, device: str, dtype: str) -> FastTier:
-        problem = None
-        if self.device == "cuda":
-            problem = "its kernels do not run Gemma models yet" if config.gemma else self._shape_problem(config)
+        problem = self._shape_problem(config) if self.device == "cuda" else None
         if problem is None:
             return self
         if device == "cuda":
@@ -119,6 +110,11 @@ class FastTier(DeviceTier):
         shared_memory = torch.cuda.get_device_properties().shared_memory_per_multiprocessor - 1024
         group = config.num_attention_heads // config.num_key_value_heads
         return shape_problem(getattr(torch, self.dtype), config.head_dim, group, 10 * major + minor, shared_memory)
+
+    def groups(self, config: ModelConfig) -> LayerGroups:
+        """The groups of the model's layers. On a GPU there is one: layers with a window keep all blocks, as the others
+        do."""
+        return config.groups if self.device == "cpu" else LayerGroups((None,), (0,) * config.num_hidden_layers)
 
     def load_weights(self, folder: Path, config: ModelConfig) -> Any:
         with self.kernels_compiled():
@@ -183,6 +179,7 @@ class FastTier(DeviceTier):
         if self.device == "cuda":
             give_back_unused()
             print("preparing the GPU's kernels, which are compiled at the first start and then kept", file=sys.stderr)
+        config = replace(config, stage_groups=self.groups(config))
         scales = None
         if has_static_scales(config, engine_config):
             scales = torch.from_numpy(static_scales(config, weights.kv_scales)).to(self.device)
@@ -197,6 +194,7 @@ class FastTier(DeviceTier):
                 getattr(torch, self.dtype),
                 kept_as(config, engine_config.kv_cache_dtype),
                 scales,
+                config.groups.places,
                 self.device,
             )
             llama = make(

@@ -70,6 +70,7 @@ class ReferenceTier(DeviceTier):
             self.dtype,
             kept_as(config, engine_config.kv_cache_dtype),
             static_scales(config, weights) if has_static_scales(config, engine_config) else None,
+            config.groups.places,
         )
         return Llama(config, weights, cache)
 

@@ -73,7 +73,7 @@ def make_batch(
     num_blocks = [-(-context // block_size) for context, _ in sizes]
     total = sum(num_blocks) + 1
     shape = (2, total, block_size, kv_heads, head_dim, 0)
-    cache = FastCache(*shape, dtype, kv_cache_dtype, None, kernel_set.device, kernel_set.kernels)
+    cache = FastCache(*shape, dtype, kv_cache_dtype, device=kernel_set.device, kernels=kernel_set.kernels)
     reference_cache = ReferenceCache(*shape, kv_cache_dtype=kv_cache_dtype)
     cache.poison(range(total))
     reference_cache.poison(range(total))

@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from minipaged.contracts import BatchRow, Sampled, SamplingInput, StepResult
+from minipaged.contracts import BlockTable as AnyTable
+from minipaged.engine.grouped_table import GroupedTable
 from minipaged.engine.sequence import SequenceState
 from minipaged.engine.step_writer import StepWriter
 from minipaged.fast import llama as fast_llama
@@ -98,10 +100,13 @@ class Twins:
             values = rng.standard_normal(shape) / shape[-1] ** (0.5 if len(shape) == 2 else 0)
             weights[name] = torch.from_numpy(values).to(dtype).float()  # both compute with the same rounded weights
         shape = (config.num_hidden_layers, NUM_BLOCKS, BLOCK_SIZE, config.num_key_value_heads, config.head_dim, 0)
+        places = config.groups.places
         arrays = {name: tensor.numpy() for name, tensor in weights.items()}
-        self.reference = ReferenceLlama(config, arrays, ReferenceCache(*shape, kv_cache_dtype=kv_cache_dtype))
+        self.reference = ReferenceLlama(
+            config, arrays, ReferenceCache(*shape, kv_cache_dtype=kv_cache_dtype, places=places)
+        )
         tensors = {name: tensor.to(kernel_set.device, dtype) for name, tensor in weights.items()}
-        cache = FastCache(*shape, dtype, kv_cache_dtype, None, kernel_set.device, kernel_set.kernels)
+        cache = FastCache(*shape, dtype, kv_cache_dtype, None, places, kernel_set.device, kernel_set.kernels)
         self.fast = FastLlama(config, tensors, cache, max_num_seqs=8)
         self.fast.sample = self.choose  # type: ignore[method-assign, assignment]
         self.reference.sample = lambda logits, inputs: list(self.choose(logits, inputs))  # type: ignore[method-assign]
@@ -122,7 +127,10 @@ class Twins:
 
     def begin(self, text: list[int], num_known: int | None = None) -> None:
         """A sequence of which the first tokens are known (all, unless it is said), and the others are to be chosen."""
-        table = BlockTable(BLOCK_SIZE, self.allocator)
+        windows = self.fast.groups.windows
+        table: AnyTable = BlockTable(BLOCK_SIZE, self.allocator)
+        if windows != (None,):
+            table = GroupedTable(BLOCK_SIZE, self.allocator, windows)
         self._begin(text, SequenceState(len(self.texts), text[:num_known], [], table), 0)
 
     def fork(self, parent: int) -> None:
@@ -149,7 +157,7 @@ class Twins:
         rows, owners, copies = [], [], []
         for i, sequence in enumerate(self.sequences):
             if num_tokens := min(query_lens[i], len(self.texts[i]) - self.num_done[i]):
-                held = len(sequence.table.blocks)
+                held = len(sequence.entries)
                 copied = sequence.table.append(num_tokens)
                 self.writer.table_changed(sequence, held - len(copied))
                 copies += copied

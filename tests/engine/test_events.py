@@ -73,6 +73,7 @@ def test_every_kind_of_event_occurs() -> None:
     # Those are in the runs with faults, and these in those of several engines (tests/handover).
     seen: set[str] = {"step_failed", "blocks_stored", "blocks_loaded"}
     seen |= {"block_demoted", "blocks_promoted", "host_block_dropped"}  # and these in tests/engine/test_floors.py
+    seen |= {"blocks_passed"}  # and this in tests/engine/test_windows.py
     for seed in range(300):
         run = WorkloadRun(random_workload(seed), listeners=[lambda event: seen.add(event.name)])
         run.to_the_end()

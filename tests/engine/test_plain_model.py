@@ -35,7 +35,7 @@ def test_whoever_reads_another_token_chooses_other_tokens() -> None:
     """Sampled or by beam search. Without that a wrong read could pass the comparison of what was generated."""
 
     class ShortSighted(ContentRunner):
-        def _read(self, sequence: int, blocks: Sequence[int], tokens: list[int]) -> list[int]:
+        def _read(self, sequence: int, blocks: Sequence[int], tokens: list[int], start: int) -> list[int]:
             return [1 - tokens[0], *tokens[1:]]
 
     for kind in (

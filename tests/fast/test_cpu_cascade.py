@@ -191,5 +191,5 @@ def test_logits_are_those_of_reading_everything_for_each(
     expected = llama.forward(rows)
     with patch.object(fast_llama, "shared_prefixes", counted):
         found = llama.forward(rows)
-    assert prefixes_of(taken[0]) == [([0, 1, 2, 3], 128)]
+    assert [prefixes_of(one) for one in taken[:1]] == ([[([0, 1, 2, 3], 128)]] if model_type == "llama" else [])
     assert torch.equal(found, expected)

@@ -125,7 +125,7 @@ def make_batch(
     counts = -(-context_lens // block_size)
     total = int(counts.sum()) + 1
     shape = (LAYER + 1, total, block_size, kv_heads, head_dim, 0)
-    cache = FastCache(*shape, dtype, kv_cache_dtype, None, TRITON.device, TRITON.kernels)
+    cache = FastCache(*shape, dtype, kv_cache_dtype, device=TRITON.device, kernels=TRITON.kernels)
     reference_cache = ReferenceCache(*shape, kv_cache_dtype=kv_cache_dtype)
     cache.poison(range(total))
     reference_cache.poison(range(total))

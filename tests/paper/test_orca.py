@@ -220,7 +220,7 @@ class CertainOfSome(ContentRunner):
 
     def compute(self, rows: Sequence[GivenRow]) -> np.ndarray:
         logits = super().compute(rows)
-        if len(rows) == 4 and rows[0].slots[0] % self.block_size == 3:
+        if len(rows) == 4 and rows[0].slots[0][0] % self.block_size == 3:
             allowed = np.full_like(logits, -np.inf)
             for row, token in enumerate((3, 3, EOS, EOS)):
                 allowed[row, token] = 0

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from minipaged.engine.grouped_prefix_cache import GroupedPrefixCache
+from minipaged.engine.prefix_cache import PrefixCache
 from minipaged.events import (
     BlockCached,
     BlockCopied,
@@ -30,7 +32,7 @@ from minipaged.replay.teller import tell
 from minipaged.replay.timeline import Timeline
 from tests.effort import calls_that_raise, one_case_in, quick_cases, scaled, seeds
 from tests.engine.test_failure_injection import WORKLOADS, Fault, Fuse, wired
-from tests.workloads import Workload, WorkloadRun, random_workload
+from tests.workloads import Workload, WorkloadRun, random_workload, windowed
 
 
 def summary(state: State) -> dict[str, Any]:
@@ -53,6 +55,13 @@ def summary(state: State) -> dict[str, Any]:
     }
 
 
+def cached(cache: PrefixCache | GroupedPrefixCache | None) -> dict[int, tuple[int, ...]]:
+    """The tokens in each cached block."""
+    if isinstance(cache, GroupedPrefixCache):
+        return {block: node.tokens for block, (node, _) in cache._places.items()}
+    return {one.block: one.tokens for one in cache.entry_of.values()} if cache else {}
+
+
 def engine_summary(run: WorkloadRun, step: int) -> dict[str, Any]:
     """The same, from the engine."""
     scheduler, blocks = run.engine.scheduler, run.engine.blocks
@@ -65,19 +74,17 @@ def engine_summary(run: WorkloadRun, step: int) -> dict[str, Any]:
         {b: n for b in range(pool.num_blocks) if (n := pool.ref_count(b))} if pool else {}
         for pool in (blocks.allocator, blocks.host_allocator)
     ]
-    on_device = [s.num_computed for _, s in live if s.table.blocks and not s.swapped]
+    on_device = [s.num_computed for _, s in live if s.entries and not s.swapped]
     return {
         "step": step,
         "waiting": [request.request_id for request in scheduler.waiting],
         "running": [request.request_id for request in scheduler.running],
         "swapped": [request.request_id for request in scheduler.waiting if request.state.value == "swapped"],
         "sequences": {
-            s.sequence_id: (r.request_id, list(s.tokens), list(s.table.blocks), s.num_computed, s.swapped)
+            s.sequence_id: (r.request_id, list(s.tokens), list(s.entries), s.num_computed, s.swapped)
             for r, s in sorted(live, key=lambda pair: pair[1].sequence_id)
         },
-        "cached": {one.block: one.tokens for one in blocks.prefix_cache.entry_of.values()}
-        if blocks.prefix_cache
-        else {},
+        "cached": cached(blocks.prefix_cache),
         "ref counts": pools[0],
         "host ref counts": pools[1],
         "filled": dict(filled),
@@ -89,18 +96,19 @@ def engine_summary(run: WorkloadRun, step: int) -> dict[str, Any]:
 def check_invariants(state: State, event: Event) -> None:
     """Those that can be seen in a state after any event, also in the middle of a step."""
     for pool, host in ((state.device, False), (state.host, True)):
-        entries = Counter(block for s in state.sequences.values() if s.swapped == host for block in s.table)
+        entries = Counter(block for s in state.sequences.values() if s.swapped == host for block in s.blocks)
         assert {block: len(holders) for block, holders in pool.holders.items()} == entries, "exact-references"
         assert pool.num_filled == sum(pool.filled.values())
         assert pool.filled.keys() == entries.keys()
     held = state.device.holders.keys() | state.cached
     assert state.num_free + len(held) == state.device.num_blocks, "conservation"
     if isinstance(event, TokensComputed):
-        table, size = state.sequences[event.sequence].table, state.block_size
-        for block in {table[(event.num_tokens - 1) // size], *event.new_blocks}:
+        sequence, size = state.sequences[event.sequence], state.block_size
+        for block in (*(table[(event.num_tokens - 1) // size] for table in sequence.tables()), *event.new_blocks):
             assert state.ref_count(block) == 1, "exclusive-write"
     for sequence in state.sequences.values():
-        assert len(sequence.table) == -(-sequence.num_computed // state.block_size), "content"
+        for table in sequence.tables():
+            assert len(table) == -(-sequence.num_computed // state.block_size), "content"
         assert sequence.num_computed <= len(sequence.tokens) + 1  # a step may run ahead by one token
     letters = [s.letter for s in state.sequences.values() if s.letter not in ("", NO_LETTER)]
     assert len(letters) == len(set(letters))
@@ -159,6 +167,7 @@ def test_any_prefix_of_a_random_workload_gives_what_the_engine_had(seeds: range)
             check_any_prefix(WorkloadRun(workload), seed)
             check_any_prefix(WorkloadRun(ahead(workload)), seed)
             check_any_prefix(WorkloadRun(in_lanes(workload)), seed)
+            check_any_prefix(WorkloadRun(windowed(seed)), seed)
         except Exception as error:
             error.add_note(f"in workload {seed}")
             raise

@@ -20,9 +20,10 @@ from minipaged.errors import ModelError
 from minipaged.models.config import ModelConfig
 from minipaged.models.quantized.recipe import Recipe
 from minipaged.models.quantized.stored import Array, Grouped
+from minipaged.reference.flat_batch import FlatBatch, flatten
 from minipaged.reference.kv_cache import KVCache
 from minipaged.reference.linear import Weight
-from minipaged.reference.llama import FlatBatch, Llama, flatten
+from minipaged.reference.llama import Llama
 from minipaged.reference.quantize.awq import awq_clipped, awq_scales
 from minipaged.reference.quantize.gptq import gptq
 from minipaged.reference.quantize.rtn import rtn

@@ -38,7 +38,7 @@ import msgspec
 
 from minipaged import events as ev
 from minipaged.engine.engine import Engine
-from minipaged.events import Event
+from minipaged.events import HOLE, Event
 from minipaged.replay.state import LETTERS, PoolState, State
 
 INTERVAL = 0.1
@@ -225,7 +225,7 @@ class Watch:
                 first = sequence.num_computed // state.block_size
                 begins = not sequence.table
                 state.apply(event)
-                self._touch(device, sequence.table[first:])
+                self._touch(device, sequence.table[first * sequence.num_groups :])
                 if begins:
                     self._tell(sequence.request.name)
             case ev.TokenGenerated():
@@ -241,8 +241,12 @@ class Watch:
                 self._tell(sequence.request.name)
             case ev.PrefixReused():
                 state.apply(event)
-                self._touch(device, event.blocks)
+                self._touch(device, [block for block in event.blocks if block != HOLE])
                 self._reused(event)
+            case ev.BlocksPassed():
+                state.apply(event)
+                self._touch(device, event.blocks)
+                self._tell(state.sequences[event.sequence].request.name)
             case ev.BlockDemoted() | ev.HostBlockDropped():
                 state.apply(event)
                 self._touch(self._host, (event.host_block,))
@@ -267,7 +271,7 @@ class Watch:
             case ev.SequenceForked():
                 state.apply(event)
                 parent = state.sequences[event.parent]
-                self._touch(self._host if parent.swapped else device, parent.table)
+                self._touch(self._host if parent.swapped else device, parent.blocks)
                 self._tell(event.request)
             case _:
                 state.apply(event)

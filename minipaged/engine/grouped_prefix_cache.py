@@ -1,0 +1,202 @@
+"""The prefix cache of a model whose layers are in groups: prefixes are nodes of a tree, each with a block per group.
+
+    root ── [1 2] ── [3 4] ── [5 6]          a node: the tokens of one block, after those of its parents
+    group 0   7        2        5            its layers see everything
+    group 1   -        4        6            its layers have a window; the first block has been evicted
+
+K/V of a block depend on all tokens up to the block's end in every group. So a node is identified as a full block is
+(`prefix_cache.py`): by a chain of hashes, its own tokens and its parent. In each group a node has a block or none.
+
+A sequence can begin with n nodes if it finds in them everything that the token after them sees: the blocks of all n in
+the groups that see everything, and those of the last window in the others. So the search first goes from the left, as
+far as there are nodes. Then it goes back from the right, to the largest n for which everything seen is there. One
+missing block rules out each n that has it in its window, and no other.
+
+Ownership is as in `prefix_cache.py`: the cache has one reference on each block, and a block that only the cache holds
+is evictable, least recently used first. A block that a window has passed is released then, long before the sequence
+ends, so it is evicted before those that the sequence still sees.
+
+- *With a group that sees everything*, a node without its block there can be part of no hit. It is dropped with that
+  block, and its other blocks too. Nobody else holds them: a sequence that does holds the dropped block too, because
+  nothing of that group is given back. Children are dropped before their parents, for the reason given there.
+- *Without such a group*, a node may lose all its blocks while nodes after it have theirs. It stays, empty, until the
+  last of these is gone.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+
+from minipaged.contracts import BlockAllocator
+from minipaged.engine.grouped_table import GroupedTable, first_seen
+from minipaged.events import HOLE
+from minipaged.handover.block_hashes import NO_HASH, ChainHash, chain_hash, hash_blocks
+
+
+class Node:
+    """A cached prefix: the tokens of one block after its parent's. The root has no tokens."""
+
+    __slots__ = ("blocks", "key", "num_children", "parent", "tokens")
+
+    def __init__(self, parent: Node | None, key: int, tokens: tuple[int, ...], num_groups: int) -> None:
+        self.parent = parent
+        self.key = key
+        self.tokens = tokens
+        self.blocks = [HOLE] * num_groups
+        self.num_children = 0
+
+    def is_for(self, parent: Node, tokens: tuple[int, ...]) -> bool:
+        """Whether this is the node for these tokens after `parent`: equal hashes are no proof."""
+        return self.parent is parent and self.tokens == tokens
+
+
+class GroupedPrefixCache:
+    """Blocks of all groups by content. `windows`: the window of each group, or None."""
+
+    def __init__(
+        self,
+        block_size: int,
+        allocator: BlockAllocator,
+        windows: Sequence[int | None],
+        chain_hash: ChainHash = chain_hash,
+    ) -> None:
+        self.block_size = block_size
+        self._allocator = allocator
+        self._windows = windows
+        self._chain_hash = chain_hash
+        self._root = Node(None, NO_HASH, (), len(windows))
+        self._nodes: dict[int, Node] = {}  # by hash
+        self._places: dict[int, tuple[Node, int]] = {}  # block -> its node and group
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # in order of release
+
+    @property
+    def blocks(self) -> Iterable[int]:
+        """Every cached block."""
+        return self._places.keys()
+
+    @property
+    def num_evictable(self) -> int:
+        """Blocks that could be given back now."""
+        return len(self._evictable)
+
+    def is_evictable(self, block: int) -> bool:
+        return block in self._evictable
+
+    def hash_of(self, block: int) -> int:
+        """The hash that identifies the block's content, in any group."""
+        return self._places[block][0].key
+
+    def match(self, tokens: Sequence[int]) -> list[int]:
+        """The entries of the blocks with which a sequence of these tokens can begin (`GroupedTable.adopt`). At least
+        one token is left to run."""
+        nodes: list[Node] = []
+        node = self._root
+        most = (len(tokens) - 1) // self.block_size
+        for _, key, block_tokens in hash_blocks(tokens, self.block_size, 0, most, NO_HASH, self._chain_hash):
+            child = self._nodes.get(key)
+            if child is None or not child.is_for(node, block_tokens):
+                break
+            nodes.append(node := child)
+        # group -> n -> which of the first n nodes is the last one without a block
+        missing = [[-1] for _ in self._windows]
+        for group, last in enumerate(missing):
+            for i, node in enumerate(nodes):
+                last.append(i if node.blocks[group] == HOLE else last[-1])
+        for n in range(len(nodes), 0, -1):
+            first = [first_seen(window, n * self.block_size) // self.block_size for window in self._windows]
+            if all(last[n] < seen for last, seen in zip(missing, first, strict=True)):
+                return [
+                    block if i >= seen else HOLE
+                    for i, node in enumerate(nodes[:n])
+                    for block, seen in zip(node.blocks, first, strict=True)
+                ]
+        return []
+
+    def reused(self, blocks: Iterable[int]) -> None:
+        """Note that sequences hold these cached blocks again: they are not evictable."""
+        for block in blocks:
+            self._evictable.pop(block, None)
+
+    def released(self, blocks: Iterable[int]) -> None:
+        """Note that a sequence gave up these blocks. Those that only the cache holds become evictable, in order."""
+        for block in blocks:
+            if block in self._places and self._allocator.ref_count(block) == 1:
+                self._evictable[block] = None
+
+    def publish(self, tokens: Sequence[int], table: GroupedTable, num_published: int) -> Iterator[tuple[int, int, int]]:
+        """Cache the full blocks of `tokens` from logical block `num_published` on, one per iteration.
+
+        Yields (entry, the table's own block, the cached block). They are equal if the cache took a reference on the
+        table's own block. If the content was already cached, the table now holds the cached block instead.
+        """
+        node = self._before(table, num_published)
+        if node is None:
+            return
+        num_full = len(tokens) // self.block_size
+        for logical, key, block_tokens in hash_blocks(
+            tokens, self.block_size, num_published, num_full, node.key, self._chain_hash
+        ):
+            child = self._nodes.get(key)
+            if child is None:
+                child = self._nodes[key] = Node(node, key, block_tokens, len(self._windows))
+                node.num_children += 1
+            elif not child.is_for(node, block_tokens):
+                break  # a hash collision: this node and those after it are not cached
+            node = child
+            for group in range(len(self._windows)):
+                entry = logical * len(self._windows) + group
+                own, cached = table.entries[entry], child.blocks[group]
+                if own in (HOLE, cached):
+                    continue
+                if cached == HOLE:
+                    self._allocator.share(own)
+                    child.blocks[group] = own
+                    self._places[own] = child, group
+                    yield entry, own, own
+                else:
+                    table.replace(entry, cached)
+                    self.reused([cached])
+                    yield entry, own, cached
+        self._prune(node)
+
+    def _before(self, table: GroupedTable, num_published: int) -> Node | None:
+        """The node of the table's last published block; None if it is not cached (after a hash collision), or not to be
+        found, because windows shorter than a block have passed it."""
+        if not num_published:
+            return self._root
+        groups = len(self._windows)
+        for block in table.entries[(num_published - 1) * groups : num_published * groups]:
+            if block in self._places:
+                return self._places[block][0]
+        return None
+
+    def evict(self, num_blocks: int) -> list[int]:
+        """Give back at least `num_blocks` evictable blocks, the least recently used first. Returns them."""
+        evicted: list[int] = []
+        while len(evicted) < num_blocks:
+            [block] = islice(self._evictable, 1)
+            evicted += self._drop(block)
+        return evicted
+
+    def _drop(self, block: int) -> list[int]:
+        """Give up the block; if its group sees everything, with the other blocks of its node. Returns them."""
+        node, group = self._places[block]
+        dropped = [block]
+        if self._windows[group] is None:
+            dropped += [other for other in node.blocks if other not in (HOLE, block)]
+        for each in dropped:
+            node.blocks[self._places.pop(each)[1]] = HOLE
+            self._evictable.pop(each, None)
+            self._allocator.free(each)
+        self._prune(node)
+        return dropped
+
+    def _prune(self, node: Node) -> None:
+        """Remove the node if it has neither blocks nor children, and then its parents, as far as that is true of
+        them."""
+        while node.parent is not None and not node.num_children and all(block == HOLE for block in node.blocks):
+            del self._nodes[node.key]
+            node = node.parent
+            node.num_children -= 1

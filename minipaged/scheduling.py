@@ -60,6 +60,8 @@ class RequestView:
     run them if it is admitted now. They can be more or fewer at the next call."""
     most_blocks: int | None = None
     """The most blocks that it can come to hold, if layers of the model have windows; None: as a policy counts them."""
+    num_groups: int = 1
+    """The groups of the model's layers. Each has a block of its own for every `block_size` tokens of a sequence."""
 
 
 @dataclass(frozen=True, slots=True)

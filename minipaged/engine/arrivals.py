@@ -14,6 +14,7 @@ from numbers import Integral
 
 from minipaged.contracts import BeamSearch
 from minipaged.engine.detokenizer import Decode, Detokenizer, Encode, naming_failures
+from minipaged.engine.grouped_memory import pool_tokens
 from minipaged.engine.memory import AllocStatus, Memory
 from minipaged.engine.policies import looks_at_priority
 from minipaged.engine.scheduler import Scheduler
@@ -133,12 +134,11 @@ def check_prompt(prompt: Sequence[int], config: EngineConfig) -> None:
     """Raise InvalidRequest unless `prompt` is a list of tokens that leaves room to generate."""
     if len(prompt) == 0:
         raise InvalidRequest("the prompt is empty; give it at least one token")
-    pool_tokens = config.num_blocks * config.block_size
     if len(prompt) >= config.max_model_len:
         raise InvalidRequest(
             f"the prompt has {len(prompt)} tokens, which leaves no room to generate: max_model_len is "
             f"{config.max_model_len}; shorten the prompt or raise max_model_len"
-            + (" and num_blocks, which hold no more" if config.max_model_len == pool_tokens else "")
+            + (" and num_blocks, which hold no more" if config.max_model_len == pool_tokens(config) else "")
         )
     for position, token in enumerate(prompt):
         if type(token) is int and 0 <= token < config.vocab_size:  # the usual case; the checks below are slow
@@ -239,7 +239,7 @@ def check_fits(request: Request, config: EngineConfig, max_sequences: int, block
             f"max_num_seqs ({config.max_num_seqs}) and max_num_batched_tokens ({config.max_num_batched_tokens})"
         )
     if blocks.can_admit(request) is AllocStatus.NEVER:
-        prompt = blocks.blocks_for(len(request.prompt_token_ids))
+        prompt = blocks.blocks_of_prompt(request)
         what = (
             f"the prompt alone needs {prompt} blocks"
             if prompt > config.num_blocks

@@ -119,6 +119,10 @@ class BlockManager(Memory):
 
     # --- Growing ----------------------------------------------------------------------------------
 
+    def _entries(self, table: BlockTable) -> Sequence[int]:
+        """The table as a runner gets it (`SequenceState.entries`)."""
+        return table.blocks
+
     def new_table(self) -> BlockTable:
         return self._make_table(self.block_size, self.allocator)
 
@@ -157,7 +161,7 @@ class BlockManager(Memory):
     def append(self, sequence: SequenceState, num_tokens: int) -> None:
         """Take slots for the sequence's next `num_tokens` tokens. Raises OutOfBlocks, having changed nothing."""
         table = sequence.table
-        start, held = table.num_tokens, len(sequence.entries)
+        start, held = table.num_tokens, len(self._entries(table))
         self._make_room(table.blocks_needed(num_tokens))
         copies = table.append(num_tokens)
         for entry, (source, destination) in enumerate(copies, held - len(copies)):
@@ -165,7 +169,7 @@ class BlockManager(Memory):
             self._writer.table_changed(sequence, entry)
             holders = self.allocator.ref_count(source) + 1  # before the copy
             self._emit(BlockCopied(sequence.sequence_id, entry, source, destination, holders))
-        new = len(sequence.entries) - held
+        new = len(self._entries(table)) - held
         if new:
             self._writer.table_changed(sequence, held)
         self.num_entries += new
@@ -174,7 +178,7 @@ class BlockManager(Memory):
         if table.num_tokens >= sequence.most_computed:
             sequence.most_computed = 0
         if recomputed or self._emit.heard:
-            blocks = tuple(sequence.entries[held:])
+            blocks = tuple(self._entries(table)[held:])
             self._emit(TokensComputed(sequence.sequence_id, table.num_tokens, blocks, recomputed))
 
     def fork(self, request: Request, parent: SequenceState, child: SequenceState) -> None:

@@ -130,7 +130,8 @@ class Committer:
                 continue
             if num_computed // self._blocks.block_size != sequence.num_published:
                 self._blocks.publish(sequence, num_computed)
-            self._blocks.give_back(scheduled.request, sequence, num_computed)
+            if self._blocks.has_windows:
+                self._blocks.give_back(scheduled.request, sequence, num_computed)
 
     # --- Parallel sampling (paper, section 4.4, Fig. 8) -------------------------------------------
 

@@ -18,6 +18,7 @@ many blocks as if no layer had a window.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Literal
 
@@ -51,6 +52,16 @@ def blocks_alone(windows: Sequence[int | None], num_tokens: int, block_size: int
     return needed
 
 
+def pool_tokens(config: EngineConfig) -> int:
+    """The longest sequence, in tokens, that the pool holds if it has it to itself; at most 2^30."""
+    at_once = most_at_once(config.max_num_batched_tokens, config.async_scheduling)
+
+    def needed(num_tokens: int) -> int:
+        return blocks_alone(config.group_windows, num_tokens, config.block_size, at_once)
+
+    return bisect_right(range(1, 1 << 30), config.num_blocks, key=needed)
+
+
 class GroupedBlockManager(BlockManager):
     """Paged memory with a block table for each group of layers."""
 
@@ -77,6 +88,9 @@ class GroupedBlockManager(BlockManager):
     def _blocks_alone(self, num_tokens: int) -> int:
         return blocks_alone(self.windows, num_tokens, self.block_size, self._most_at_once)
 
+    def blocks_of_prompt(self, request: Request) -> int:
+        return self._blocks_alone(len(request.prompt_token_ids))
+
     def most_blocks(self, request: Request) -> int:
         if request.num_sequences > 1:
             return self.num_groups * super().most_blocks(request)
@@ -87,16 +101,22 @@ class GroupedBlockManager(BlockManager):
         return needed - self.num_groups * (needed - super().blocks_needed(work))  # all groups share last blocks alike
 
     def blocks_to_admit(self, request: Request) -> int:
-        if request.state is RequestState.SWAPPED:
-            return super().blocks_to_admit(request)
         if len(request.sequences) > 1:
+            if request.state is RequestState.SWAPPED:
+                return super().blocks_to_admit(request)
             return self.num_groups * self._blocks_for_all(request)
+        # A prompt that was swapped out halfway needs no more than a whole one: it gives back blocks on its way.
         needed = self._blocks_alone(len(request.sequences[0].tokens))
-        for i, block in enumerate(self._match(request)):
-            # A cached block that only the cache holds counts as available. One that a window will pass saves nothing.
-            in_use = block != HOLE and self._nodes is not None and not self._nodes.is_evictable(block)
-            needed -= in_use and self.windows[i % self.num_groups] is None
+        if request.state is RequestState.WAITING and self._nodes:
+            for i, block in enumerate(self._match(request)):
+                # A block that only the cache holds counts as available. One that a window will pass saves nothing.
+                in_use = block != HOLE and not self._nodes.is_evictable(block)
+                needed -= in_use and self.windows[i % self.num_groups] is None
         return needed
+
+    def still_fits(self, request: Request) -> bool:
+        """A request that is admitted may evict blocks within a window without which another one's hit is lost."""
+        return self.blocks_to_admit(request) <= self.num_available
 
     def num_cached_tokens(self, request: Request) -> int:
         if request.state is not RequestState.WAITING:
@@ -108,9 +128,14 @@ class GroupedBlockManager(BlockManager):
         need blocks that the windows of those before it have passed."""
         if self._nodes is None or not request.reads_prefix_cache or len(request.sequences) > 1:
             return []
-        return self._nodes.match(request.sequences[0].tokens)
+        sequence = request.sequences[0]
+        return self._nodes.match(sequence.tokens, _table(sequence).found)
 
     # --- Growing ----------------------------------------------------------------------------------
+
+    def _entries(self, table: BlockTable) -> Sequence[int]:
+        assert isinstance(table, GroupedTable)
+        return table.entries
 
     def new_table(self) -> BlockTable:
         return GroupedTable(self.block_size, self.allocator, self.windows)
@@ -134,6 +159,8 @@ class GroupedBlockManager(BlockManager):
         if source == "cache":
             sequence.num_published = sequence.num_computed // self.block_size
         self._emit(PrefixReused(sequence.sequence_id, tuple(entries), source, sequence.num_computed))
+        if sequence is request.sequences[-1] and not catches_up(request):  # it has all but a token
+            self._give_back_others(request, sequence)
 
     def _seen_after(self, entries: Sequence[int]) -> list[int]:
         """These entries with holes in place of blocks that the next token does not see."""
@@ -159,10 +186,15 @@ class GroupedBlockManager(BlockManager):
     def give_back(self, request: Request, sequence: SequenceState, num_computed: int) -> None:
         if catches_up(request):
             return  # a sequence that has yet to begin may share these blocks
-        if sequence is request.sequences[-1]:  # the last to catch up; the others have kept theirs for it
-            for other in request.sequences[:-1]:
-                self._give_back(other, min(other.num_computed, len(other.tokens) - 1))  # it may be in flight already
+        if sequence is request.sequences[-1]:  # the last to catch up
+            self._give_back_others(request, sequence)
         self._give_back(sequence, num_computed)
+
+    def _give_back_others(self, request: Request, last: SequenceState) -> None:
+        """Give back what the other sequences of the request have kept until the last one has caught up."""
+        for other in request.sequences:
+            if other is not last:
+                self._give_back(other, min(other.num_computed, len(other.tokens) - 1))  # it may be in flight already
 
     def _give_back(self, sequence: SequenceState, num_computed: int) -> None:
         if passed := _table(sequence).give_back(num_computed):

@@ -88,13 +88,19 @@ class GroupedPrefixCache:
         """The hash that identifies the block's content, in any group."""
         return self._places[block][0].key
 
-    def match(self, tokens: Sequence[int]) -> list[int]:
+    def match(self, tokens: Sequence[int], found: list[Node] | None = None) -> list[int]:
         """The entries of the blocks with which a sequence of these tokens can begin (`GroupedTable.adopt`). At least
-        one token is left to run."""
-        nodes: list[Node] = []
-        node = self._root
+        one token is left to run.
+
+        `found`: what an earlier call has found, which is not looked up again; it is brought up to date.
+        """
+        nodes = [] if found is None else found
+        while nodes and self._nodes.get(nodes[-1].key) is not nodes[-1]:  # a node goes only after its children
+            nodes.pop()
+        node = nodes[-1] if nodes else self._root
         most = (len(tokens) - 1) // self.block_size
-        for _, key, block_tokens in hash_blocks(tokens, self.block_size, 0, most, NO_HASH, self._chain_hash):
+        chain = hash_blocks(tokens, self.block_size, len(nodes), most, node.key, self._chain_hash)
+        for _, key, block_tokens in chain:
             child = self._nodes.get(key)
             if child is None or not child.is_for(node, block_tokens):
                 break
@@ -163,7 +169,7 @@ class GroupedPrefixCache:
 
     def _before(self, table: GroupedTable, num_published: int) -> Node | None:
         """The node of the table's last published block; None if it is not cached (after a hash collision), or not to be
-        found, because windows shorter than a block have passed it."""
+        found, because windows no longer than a block have passed it."""
         if not num_published:
             return self._root
         groups = len(self._windows)

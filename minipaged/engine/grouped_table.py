@@ -20,10 +20,14 @@ given back: no layer reads the entry again, so what the runner has in its place 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from minipaged.contracts import BlockAllocator, BlockTable
 from minipaged.events import HOLE
 from minipaged.steps import CopyPair
+
+if TYPE_CHECKING:
+    from minipaged.engine.grouped_prefix_cache import Node
 
 
 def first_seen(window: int | None, position: int) -> int:
@@ -45,6 +49,8 @@ class GroupedTable(BlockTable):
         self._entries: list[int] = []
         self._num_tokens = 0
         self._given_back = [0] * len(windows)  # the number of holes in each group, all at its beginning
+        self.found: list[Node] = []
+        """What the last look into the prefix cache found for its sequence, while that waited."""
 
     @property
     def blocks(self) -> list[int]:

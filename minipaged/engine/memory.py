@@ -99,6 +99,10 @@ class Memory(ABC):
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)  # rounded up
 
+    def blocks_of_prompt(self, request: Request) -> int:
+        """The blocks that the request's prompt alone needs."""
+        return self.blocks_for(len(request.prompt_token_ids))
+
     def most_blocks(self, request: Request) -> int:
         """The most blocks that the request can come to hold (`policy.most_blocks`).
 
@@ -113,6 +117,10 @@ class Memory(ABC):
         if self.most_blocks(request) > self.allocator.num_blocks:
             return AllocStatus.NEVER
         return AllocStatus.OK if self.blocks_to_admit(request) + spare <= self.num_available else AllocStatus.LATER
+
+    def still_fits(self, request: Request) -> bool:
+        """Whether a request that the policy has just admitted has its blocks after those admitted with it."""
+        return True
 
     @abstractmethod
     def blocks_to_admit(self, request: Request) -> int:

@@ -97,9 +97,9 @@ class FirstComeFirstServed:
         return admitted
 
     def soon(self, request: RequestView, num_blocks: int) -> int:
-        """The blocks that a request holding `num_blocks` will want next: one per sequence, up to the most it can
-        need."""
-        return max(0, min(request.num_sequences, self.most_blocks(request) - num_blocks))
+        """The blocks that a request holding `num_blocks` will want next: one per sequence (and group of layers), up to
+        the most it can need."""
+        return max(0, min(request.num_sequences * request.num_groups, self.most_blocks(request) - num_blocks))
 
 
 def most_blocks(prompt_tokens: int, max_output_tokens: int, num_sequences: int, block_size: int) -> int:

@@ -203,7 +203,8 @@ class Scheduler:
         victim = self.asked.victim(self.running)
         way = self.asked.way_back(victim)
         filled = victim.filled_slots(self._blocks.block_size)
-        self._emit(RequestPreempted(victim.request_id, way, len(filled), sum(filled.values()), short))
+        num_tokens = victim.num_tokens_held(self._blocks.block_size)
+        self._emit(RequestPreempted(victim.request_id, way, len(filled), num_tokens, short))
         victim.num_preemptions += 1
         if way == "swap":
             self._blocks.swap_out(victim)
@@ -224,6 +225,8 @@ class Scheduler:
         tokens_left = self._max_tokens - plan.num_query_tokens
         while self.waiting and tokens_left > 0 and (entering := self._entering(plan.lane, tokens_left)):
             for request in entering:
+                if not self._blocks.still_fits(request):
+                    break
                 if request.lane != plan.lane:
                     self._writers.change_lane(request, plan.lane)
                 if request.state is RequestState.SWAPPED:

@@ -184,8 +184,21 @@ class Request:
         """The filled slots of each block that its sequences hold, as block -> number, in order of first use."""
         filled: dict[int, int] = {}
         for sequence in self.sequences:
+            groups, num_computed = sequence.num_groups, sequence.num_computed
             for i, block in enumerate(sequence.entries):
                 if block != HOLE:
-                    here = min(block_size, sequence.num_computed - i // sequence.num_groups * block_size)
+                    here = min(block_size, num_computed - i // groups * block_size)
                     filled[block] = max(here, filled.get(block, 0))
         return filled
+
+    def num_tokens_held(self, block_size: int) -> int:
+        """The tokens of its sequences that have K/V. One that several share counts once, as far as the first group of
+        layers shows it: that group sees everything, if any does."""
+        if len(self.sequences) == 1:
+            return self.sequences[0].num_computed
+        filled: dict[int, int] = {}
+        for sequence in self.sequences:
+            for logical, block in enumerate(sequence.entries[:: sequence.num_groups]):
+                here = min(block_size, sequence.num_computed - logical * block_size)
+                filled[block] = max(here, filled.get(block, 0))
+        return sum(filled.values())

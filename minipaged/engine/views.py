@@ -28,7 +28,8 @@ def view_of(request: Request, blocks: Memory) -> RequestView:
     """Return the policy's view of the request."""
     needed, most = _blocks_needed(request, blocks), _most_blocks(request, blocks)
     told = _told(request, blocks)
-    return RequestView(*told, needed, request.priority, request.arrival_time, most_blocks=most)
+    groups = blocks.num_groups
+    return RequestView(*told, needed, request.priority, request.arrival_time, most_blocks=most, num_groups=groups)
 
 
 def _told(request: Request, blocks: Memory) -> tuple[str, int, int, int, int, int, bool, int, int]:
@@ -43,8 +44,8 @@ def _told(request: Request, blocks: Memory) -> tuple[str, int, int, int, int, in
         behind = [n for n in remaining if n > 1]
         # Sequences whose blocks were dropped catch up one after another.
         tokens_to_run, decodes = sum(remaining) if len(behind) <= 1 else behind[0] - 1, not behind
-        filled = request.filled_slots(blocks.block_size)
-        num_blocks, num_tokens = len(filled), sum(filled.values())
+        num_blocks = len(request.filled_slots(blocks.block_size))
+        num_tokens = request.num_tokens_held(blocks.block_size)
     return (
         request.request_id,
         request.order,
@@ -91,6 +92,7 @@ class WaitingView(_Uncounted):
             priority=request.priority,
             arrival_time=request.arrival_time,
             most_blocks=_most_blocks(request, blocks),
+            num_groups=blocks.num_groups,
         )
         # Not by assignment, which a frozen class refuses.
         vars(self).update(_request=request, _blocks=blocks, _is_up_to_date=is_up_to_date)

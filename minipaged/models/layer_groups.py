@@ -6,7 +6,7 @@ of layers in each group:
 
     26 layers, of which every 6th sees everything: 4, and 22 with a window
     group 0         the 4 layers that see everything
-    groups 1 to 6   4 layers with a window each; the last has 2, and room for 2 more that stays empty
+    groups 1 to 6   the 22 with a window, dealt out one after another: two have 3, and room for a fourth
 
 vLLM's hybrid KV cache manager does the same, for the same reason: with pools of different blocks, memory would have to
 be divided between them before anyone knows how long sequences become.
@@ -46,6 +46,7 @@ def group_layers(windows: Sequence[int | None]) -> LayerGroups:
     before: Counter[int | None] = Counter()
     of_layer: list[int] = []
     for window in windows:
-        of_layer.append(group_windows.index(window) + before[window] // size)
+        # Dealt out, so that each stage of a pipeline has about as many of every group.
+        of_layer.append(group_windows.index(window) + before[window] % group_windows.count(window))
         before[window] += 1
     return LayerGroups(tuple(group_windows), tuple(of_layer))

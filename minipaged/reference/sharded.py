@@ -99,7 +99,8 @@ class ShardedLlama(Llama):
         probes = [
             [Llama(rank.config, rank.weights, probe_cache(rank.kv_cache)) for rank in each] for each in self.stages
         ]
-        costs = measure(self.kv_cache, ShardedLlama(self.config, self.shards, probes).forward)
+        forward = ShardedLlama(self.config, self.shards, probes).forward
+        costs = measure(self.kv_cache, forward, len(self.groups.windows))
         block_bytes = sum(rank.kv_cache.block_bytes for rank in self._ranks)
         return replace(costs, copies_per_block=len(self._ranks), block_bytes=block_bytes)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from minipaged.async_llm import LONG_TEXT, AsyncLLM, AsyncRequest
+from minipaged.engine.grouped_memory import pool_tokens
 from minipaged.errors import InvalidRequest, MinipagedError
 from minipaged.models.config import ModelConfig
 from minipaged.models.tokenizer import Tokenizer
@@ -109,7 +110,7 @@ class Words(ABC):
     def is_bound_by_pool(self) -> bool:
         """Whether the pool limits the length of a sequence, and not the model's context length or `max_model_len`."""
         length, made_for = self._config.max_model_len, self.allm.llm.model_config.max_position_embeddings
-        return length == self._config.num_blocks * self._config.block_size < made_for
+        return length == pool_tokens(self._config) < made_for
 
     def warm_up(self) -> None:
         """Encode a conversation, which imports a library. Otherwise the first client would wait for that."""

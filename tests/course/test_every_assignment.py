@@ -19,7 +19,10 @@ from minipaged.llm import LoadedModel
 from tests.course.harness import result_of, submit
 from tests.effort import quick_cases, thorough
 
-NAMES = "block-allocator", "block-table", "paged-attention", "scheduler", "beam-search", "prefix-cache", "eviction"
+NAMES = (
+    *("block-allocator", "block-table", "paged-attention", "scheduler", "beam-search"),
+    *("prefix-cache", "eviction", "windows"),
+)
 """Those that have no worker that is slow to start: the others' tests share one."""
 
 
@@ -65,6 +68,7 @@ USUAL = dict.fromkeys(NAMES, "the reference") | {
     "under-load": "ours",
     "prefix-cache": "a tree of blocks",
     "eviction": "ours",
+    "windows": "the first that is seen",
 }
 """The right part that is graded with SmolLM2 too."""
 INDEX = {
@@ -122,6 +126,7 @@ REPEATED = {
     "beam-search": "the sums so far are forgotten",
     "prefix-cache": "any beginning will do",
     "eviction": "no pins",
+    "windows": "without its window",
 }
 
 

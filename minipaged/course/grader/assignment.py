@@ -36,6 +36,7 @@ ASSIGNMENTS = (
     "under-load",
     "prefix-cache",
     "eviction",
+    "windows",
 )
 """The assignments, in the order of the course. Each one's folder has its name, with underscores."""
 FOLDER = "minipaged.course.assignments"

@@ -1,0 +1,1 @@
+"""Assignment 10: which block leaves a floor of the cache."""

@@ -42,7 +42,7 @@ class WindowStep:
 
 
 @dataclass(slots=True)
-class _Sequence:
+class _TabledSequence:
     """The right state of a sequence."""
 
     name: str
@@ -66,7 +66,7 @@ class WindowsSession(Session):
         super().__init__(bench)
         self.block_size, self.windows = block_size, [*windows]
         self._pool = OfferedAllocator(plain_parts()[0](NUM_BLOCKS))
-        self._sequences: list[_Sequence] = []
+        self._sequences: list[_TabledSequence] = []
         self._cached: list[Table] = [[] for _ in windows]
         self._num_sequences = 0
         self._step = 0
@@ -114,7 +114,7 @@ class WindowsSession(Session):
     def _fork(self, step: WindowStep) -> None:
         """Begin a sequence with all that another one holds."""
         parent, number = self._sequence(step), self._num_sequences
-        child = _Sequence(
+        child = _TabledSequence(
             letter(len(self._sequences)),
             number,
             parent.request,
@@ -254,24 +254,24 @@ class WindowsSession(Session):
         ]
         self._num_sequences += 1
 
-    def _new(self, tables: list[Table], *, num_tokens: int) -> _Sequence:
+    def _new(self, tables: list[Table], *, num_tokens: int) -> _TabledSequence:
         """A sequence of a request that arrives with this many tokens."""
         number = self._num_sequences
         self._arrive(number, num_tokens)
         self._num_sequences += 1
-        self._sequences.append(_Sequence(letter(len(self._sequences)), number, number, tables))
+        self._sequences.append(_TabledSequence(letter(len(self._sequences)), number, number, tables))
         return self._sequences[-1]
 
     def _arrive(self, number: int, num_tokens: int) -> None:
         prompt = tuple(range(num_tokens)) or (0,)
         self._events += [ev.RequestArrived(f"r{number}", number, prompt, 1), ev.RequestAdmitted(f"r{number}")]
 
-    def _sequence(self, step: WindowStep) -> _Sequence:
+    def _sequence(self, step: WindowStep) -> _TabledSequence:
         if not self._sequences:
             self._begin(WindowStep("begin"))
         return self._sequences[step.a % len(self._sequences)]
 
-    def _take(self, sequence: _Sequence, num_tokens: int) -> None:
+    def _take(self, sequence: _TabledSequence, num_tokens: int) -> None:
         """Take slots for more tokens. A last block that others hold too, and that is not full, is copied first."""
         name, tables, pool = sequence.name, sequence.tables, self._pool.inner
         num_blocks = -(-(sequence.num_tokens + num_tokens) // self.block_size) - len(tables[0])  # rounded up

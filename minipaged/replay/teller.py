@@ -20,7 +20,7 @@ from minipaged.events import Event
 from minipaged.replay.state import LiveRequest, LiveSequence, State
 
 Topic = Literal[
-    "start", "step", "arrive", "admit", "join", "grow", "fill", "token", "end", "give back", "leave", "refuse",
+    "start", "step", "arrive", "admit", "join", "grow", "fill", "token", "end", "give back", "pass", "leave", "refuse",
     "prefix", "cache", "same", "evict", "fork", "child", "copy", "beams", "drop", "keep",
     "preempt", "swap", "return", "fail", "load", "store",
 ]  # fmt: skip
@@ -53,6 +53,9 @@ def tell(state: State, event: Event, words: Words | None = None) -> Sentence | N
             return _tell_forks(state)
         case ev.BlockCopied():
             return _tell_copy(state, event)
+        case ev.BlocksPassed():
+            text = f"windows have passed {numbers(event.blocks)} of {name(state.sequences[event.sequence])}: given back"
+            return Sentence("pass", text, event.blocks)
         case ev.BlocksFreed():
             return _tell_freed(state, state.sequences[event.sequence], event.blocks)
         case ev.SequenceForked():
@@ -294,7 +297,7 @@ def explain(state: State, event: Event, words: Words | None = None, doubted: Col
         case ev.EngineStarted():
             return (
                 f"The engine starts. Its pool has {_count(event.num_blocks, 'block')}, each with room for "
-                f"{_count(event.block_size, 'token')}; all are free."
+                f"{_count(event.block_size, 'token')}; all are free.{_explain_groups(event.group_windows)}"
             )
         case ev.StepStarted():
             return f"Engine step {event.step} begins: the scheduler decides who runs."
@@ -388,6 +391,14 @@ def _explain_part(state: State, event: ev.PrefixReused) -> str:
     if state.ref_count(event.blocks[-1]):
         return f"{shared}; the block is copied at the first write."
     return f"{shared}; nobody else holds the block, so the sequence writes into it."
+
+
+def _explain_groups(windows: tuple[int | None, ...]) -> str:
+    if windows == (None,):
+        return ""
+    see = listed("all tokens" if window is None else f"the last {window}" for window in windows)
+    groups = "one group, which sees" if len(windows) == 1 else f"{len(windows)} groups, which see"
+    return f" The layers are in {groups} {see}. Each group has block tables of its own, over the one pool."
 
 
 def _explain_sequence(state: State, event: Event, words: Words | None) -> str:

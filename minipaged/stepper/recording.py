@@ -85,6 +85,26 @@ WATCHED: dict[str, tuple[str, ...]] = {
         "HostFloor.give_back",
         "HostFloor._drop",
     ),
+    "engine/grouped_memory.py": (
+        "GroupedBlockManager.begin",
+        "GroupedBlockManager.give_back",
+        "GroupedBlockManager._give_back",
+    ),
+    "engine/grouped_table.py": (
+        "GroupedTable.append",
+        "GroupedTable.adopt",
+        "GroupedTable.fork",
+        "GroupedTable.trim",
+        "GroupedTable.replace",
+        "GroupedTable.relocate",
+        "GroupedTable.give_back",
+    ),
+    "engine/grouped_prefix_cache.py": (
+        "GroupedPrefixCache.match",
+        "GroupedPrefixCache.publish",
+        "GroupedPrefixCache.evict",
+        "GroupedPrefixCache._drop",
+    ),
     "engine/prefix_cache.py": (
         "PrefixCache.match",
         "PrefixCache.publish",
@@ -114,6 +134,11 @@ WATCHED: dict[str, tuple[str, ...]] = {
 Anchor = tuple[str, str]
 """A function, and the beginning of one of its lines."""
 
+MOVED: tuple[Anchor, ...] = (
+    ("BlockTable.relocate", "self._blocks = list(blocks)"),
+    ("GroupedTable.relocate", "self._entries = [HOLE"),
+)
+"""The candidates for a request that was swapped out or in."""
 ANCHORS: dict[str, tuple[Anchor, ...]] = {
     "request_arrived": (("Engine.add_request", "self.scheduler.add(request)"),),
     "request_refused": (("Engine.add_request", "self._emit(RequestRefused("),),
@@ -124,21 +149,41 @@ ANCHORS: dict[str, tuple[Anchor, ...]] = {
     "tokens_computed": (
         ("BlockAllocator.allocate", "self._ref_counts[block] = 1"),  # where there are new blocks
         ("BlockTable.append", "self._num_tokens += num_new_tokens"),
+        ("GroupedTable.append", "self._num_tokens += num_new_tokens"),
         ("BlockManager.append", "self._emit(TokensComputed("),
     ),
-    "block_copied": (("BlockAllocator.copy_on_write", "self._ref_counts[block] -= 1"),),
-    "prefix_reused": (("BlockTable.adopt", "self._blocks = list(blocks)"),),
+    "block_copied": (
+        ("BlockAllocator.copy_on_write", "self._ref_counts[block] -= 1"),
+        ("GroupedTable.append", "self._entries[i] = new.pop(0)"),
+    ),
+    "prefix_reused": (
+        ("BlockTable.adopt", "self._blocks = list(blocks)"),
+        ("GroupedTable.adopt", "self._entries = list(blocks)"),
+    ),
     "blocks_promoted": (("FlooredBlockManager.load", "self._swap_in += pairs"),),
     "blocks_loaded": (("BlockTable.append", "self._blocks += new"),),
-    "sequence_forked": (("BlockTable.fork", "child.adopt(self._blocks)"),),
+    "sequence_forked": (
+        ("BlockTable.fork", "child.adopt(self._blocks)"),
+        ("GroupedTable.fork", "child.adopt(self._entries)"),
+    ),
+    "blocks_passed": (("GroupedTable.give_back", "self._entries[i] = HOLE"),),
     "blocks_freed": (("BlockAllocator.free", "self._ref_counts[block] -= 1"),),
-    "swapped_out": (("BlockTable.relocate", "self._blocks = list(blocks)"),),
-    "swapped_in": (("BlockTable.relocate", "self._blocks = list(blocks)"),),
-    "block_cached": (("PrefixCache.add", "self.entry_of[entry.block] = entry"),),
-    "block_deduplicated": (("BlockTable.replace", "self._blocks[logical_block] = block"),),
+    "swapped_out": MOVED,
+    "swapped_in": MOVED,
+    "block_cached": (
+        ("PrefixCache.add", "self.entry_of[entry.block] = entry"),
+        ("GroupedPrefixCache.publish", "child.blocks[group] = own"),
+    ),
+    "block_deduplicated": (
+        ("BlockTable.replace", "self._blocks[logical_block] = block"),
+        ("GroupedTable.replace", "self._entries[logical_block] = block"),
+    ),
     "block_demoted": (("FlooredBlockManager._demote", "self._swap_out.append("),),
     "host_block_dropped": (("HostFloor._drop", "self._allocator.free(kept.block)"),),
-    "block_evicted": (("PrefixCache.drop", "self._allocator.free(block)"),),
+    "block_evicted": (
+        ("PrefixCache.drop", "self._allocator.free(block)"),
+        ("GroupedPrefixCache._drop", "self._allocator.free(each)"),
+    ),
     "token_generated": (
         ("_attend", "o[:s, :, rows] = "),  # if the model has any attention
         ("Committer._commit_samples", "self._commit_token("),

@@ -20,45 +20,50 @@
     arrivals: [],
     waiting: [],
     running: [],
-    finished: [], // {request, id, tokens, prompt, reason}
+    finished: [], // sequences, each with a reason
     cached: new Map(), // block -> the tokens in it
     floor: new Map(), // host block that the floor below the prefix cache keeps -> the tokens in it
   });
 
+  const leave = (queue, request) => queue.splice(queue.indexOf(request), 1);
   const move = (state, request, from, to) => {
-    from.splice(from.indexOf(request), 1);
+    leave(from, request);
     to.push(request);
     to.sort((a, b) => state.arrivals.indexOf(a) - state.arrivals.indexOf(b)); // both are in order of arrival
   };
   const its = (state, e) => state.sequences.get(e.sequence);
-  const ofRequest = (state, request) => [...state.sequences.values()].filter((s) => s.request === request && !s.done);
+  const allOf = (state) => [...state.sequences.values()];
+  const ofRequest = (state, request) => allOf(state).filter((s) => s.request === request && !s.done);
   const isSwapped = (state, request) => ofRequest(state, request).some((s) => s.swapped);
 
+  const cloned = (s) => ({...s, tokens: [...s.tokens], table: [...s.table]});
   const relocate = (state, e, swapped) => {
     const to = new Map(e.pairs);
     for (const s of ofRequest(state, e.request)) {
-      s.table = s.table.map((block) => to.get(block));
+      s.table = s.table.map((block) => to.get(block) ?? block);
       s.swapped = swapped;
     }
   };
-  const blockTokens = (state, s, logical) => {
+  const HOLE = -1; // a table entry whose block a window has passed
+  /** With G groups of layers, the entries of logical block i are i * G to i * G + G - 1, one for each group. */
+  const blockTokens = (state, s, entry) => {
     const size = state.pool.block_size;
-    return s.tokens.slice(logical * size, Math.min(s.filled, (logical + 1) * size));
+    const from = Math.floor(entry / state.pool.group_windows.length) * size;
+    return s.tokens.slice(from, Math.min(s.filled, from + size));
   };
   /** By full blocks. */
-  const extend = (state, e) => {
-    const s = its(state, e);
+  const extend = (state, e, s) => {
     s.table.push(...e.blocks ?? e.pairs.map((pair) => pair[1]));
     s.filled = s.table.length * state.pool.block_size;
   };
 
   const follow = {
-    engine_started: (state, e) => { state.pool = e; },
-    step_started: (state, e) => { state.step = e.step; },
-    step_failed: (state, e) => {
+    engine_started(state, e) { state.pool = e; },
+    step_started(state, e) { state.step = e.step; },
+    step_failed(state, e) {
       for (const r of e.requests) if (state.running.includes(r)) move(state, r, state.running, state.waiting);
     },
-    request_arrived: (state, e) => {
+    request_arrived(state, e) {
       state.sequences.set(e.sequence, {
         id: e.sequence, request: e.request, tokens: [...e.prompt_token_ids], prompt: e.prompt_token_ids.length,
         table: [], filled: 0, swapped: false, done: false,
@@ -66,64 +71,61 @@
       state.arrivals = [...state.arrivals.filter((r) => r !== e.request), e.request];
       state.waiting.push(e.request);
     },
-    request_admitted: (state, e) => move(state, e.request, state.waiting, state.running),
-    request_preempted: (state, e) => move(state, e.request, state.running, state.waiting),
-    request_finished: (state, e) => {
-      const queue = state.running.includes(e.request) ? state.running : state.waiting;
-      queue.splice(queue.indexOf(e.request), 1);
+    request_admitted(state, e) { move(state, e.request, state.waiting, state.running); },
+    request_preempted(state, e) { move(state, e.request, state.running, state.waiting); },
+    request_finished(state, e) {
+      leave(state.running.includes(e.request) ? state.running : state.waiting, e.request);
     },
-    sequence_forked: (state, e) => {
+    sequence_forked(state, e) {
       const parent = state.sequences.get(e.parent);
-      state.sequences.set(e.child, {...parent, tokens: [...parent.tokens], table: [...parent.table], id: e.child, request: e.request, done: false});
+      state.sequences.set(e.child, {...cloned(parent), id: e.child, request: e.request, done: false});
     },
-    token_generated: (state, e) => { its(state, e).tokens.push(e.token_id); },
-    sequence_finished: (state, e) => {
-      const s = its(state, e);
-      state.finished.push({request: s.request, id: s.id, tokens: s.tokens, prompt: s.prompt, reason: e.reason});
+    token_generated(state, e, s) { s.tokens.push(e.token_id); },
+    sequence_finished(state, e, s) {
+      state.finished.push({...s, reason: e.reason});
       s.done = true;
       if (!s.table.length) state.sequences.delete(s.id);
     },
-    blocks_freed: (state, e) => {
-      const s = its(state, e);
+    blocks_freed(state, e, s) {
       if (s.done) state.sequences.delete(s.id);
       else Object.assign(s, {table: [], filled: 0, swapped: false});
     },
-    tokens_computed: (state, e) => {
-      const s = its(state, e);
+    tokens_computed(state, e, s) {
       s.table.push(...e.new_blocks);
       s.filled = e.num_tokens;
     },
-    block_copied: (state, e) => { its(state, e).table[e.logical_block] = e.destination; },
-    prefix_reused: (state, e) => {
+    blocks_passed(state, e, s) { for (const entry of e.entries) s.table[entry] = HOLE; },
+    block_copied(state, e, s) { s.table[e.logical_block] = e.destination; },
+    prefix_reused(state, e, s) {
       const filled = e.num_tokens || e.blocks.length * state.pool.block_size;
-      Object.assign(its(state, e), {table: [...e.blocks], filled});
+      Object.assign(s, {table: [...e.blocks], filled});
     },
     blocks_loaded: extend,
     blocks_promoted: extend,
-    swapped_out: (state, e) => relocate(state, e, true),
-    swapped_in: (state, e) => {
+    swapped_out(state, e) { relocate(state, e, true); },
+    swapped_in(state, e) {
       relocate(state, e, false);
       move(state, e.request, state.waiting, state.running);
     },
-    block_cached: (state, e) => {
-      const tokens = blockTokens(state, its(state, e), e.logical_block);
+    block_cached(state, e, s) {
+      const tokens = blockTokens(state, s, e.logical_block);
       state.cached.set(e.block, tokens.slice(0, e.num_tokens || state.pool.block_size));
     },
-    block_deduplicated: (state, e) => { its(state, e).table[e.logical_block] = e.cached; },
-    block_evicted: (state, e) => { state.cached.delete(e.block); },
-    block_demoted: (state, e) => { state.floor.set(e.host_block, state.cached.get(e.block)); },
-    host_block_dropped: (state, e) => { state.floor.delete(e.host_block); },
+    block_deduplicated(state, e, s) { s.table[e.logical_block] = e.cached; },
+    block_evicted(state, e) { state.cached.delete(e.block); },
+    block_demoted(state, e) { state.floor.set(e.host_block, state.cached.get(e.block)); },
+    host_block_dropped(state, e) { state.floor.delete(e.host_block); },
   };
 
   const copied = (state) => ({
     ...state, arrivals: [...state.arrivals], waiting: [...state.waiting], running: [...state.running],
     finished: [...state.finished], cached: new Map(state.cached), floor: new Map(state.floor),
-    sequences: new Map([...state.sequences].map(([id, s]) => [id, {...s, tokens: [...s.tokens], table: [...s.table]}])),
+    sequences: new Map(allOf(state).map((s) => [s.id, cloned(s)])),
   });
   /** Apply one event. An impossible one, in a run with a faulty part, changes nothing. */
   const advance = (state, e) => {
     try {
-      follow[e.event]?.(state, e);
+      follow[e.event]?.(state, e, its(state, e));
     } catch { /* its sentence says so */ }
   };
 
@@ -176,7 +178,7 @@
         const row = rows.get(r);
         if (!row) continue;
         const kind = kindOf(r);
-        const open = row.spans.at(-1)?.to === null ? row.spans.at(-1) : null;
+        const open = row.spans.findLast((span) => span.to === null);
         if ((open?.kind ?? null) !== kind) {
           if (open) open.to = n;
           if (kind) row.spans.push({kind, from: n, to: null});
@@ -185,10 +187,10 @@
         if (mark) row.marks.push({kind: mark, at: n});
       }
       if (i % every === 0 || n === events.length) {
-        const held = new Set([...state.sequences.values()].filter((s) => !s.swapped).flatMap((s) => s.table));
+        const held = holders(state, false);
         used.push([n, held.size, [...state.cached.keys()].filter((block) => !held.has(block)).length]);
       }
-      sizes.push([...state.sequences.values()].reduce((sum, s) => sum + 20 + Math.min(60, s.tokens.length) + 4 * s.table.length,
+      sizes.push(allOf(state).reduce((sum, s) => sum + 20 + Math.min(60, s.tokens.length) + 4 * s.table.length,
         shownOf(state.finished).reduce((sum, s) => sum + 15 + Math.min(60, s.tokens.length), 0)));
     });
     for (const row of rows.values()) for (const span of row.spans) span.to ??= events.length;
@@ -198,14 +200,15 @@
   const shownOf = (finished) => finished.filter((s) => s.reason !== "dropped").slice(-MOST_FINISHED);
   const MARKS = {sequence_forked: "fork", block_copied: "copy", request_preempted: "preemption", request_finished: "end"};
 
-  /** The table entries for each block of one pool: block -> [{id, logical}]. */
+  /** The table entries for each block of one pool: block -> [{id, entry}]. */
   const holders = (state, host) => {
     const found = new Map();
-    for (const s of state.sequences.values()) {
+    for (const s of allOf(state)) {
       if (s.swapped !== host) continue;
-      s.table.forEach((block, logical) => {
+      s.table.forEach((block, entry) => {
+        if (block === HOLE) return;
         if (!found.has(block)) found.set(block, []);
-        found.get(block).push({id: s.id, logical});
+        found.get(block).push({id: s.id, entry});
       });
     }
     return found;
@@ -213,9 +216,12 @@
 
   // --- Drawing ---
 
+  /** `tag`: may have a dot and classes behind it. */
   const make = (tag, attributes = {}, ...children) => {
-    const node = document.createElement(tag);
-    for (const [name, value] of Object.entries(attributes)) if (value !== false) node.setAttribute(name, value);
+    const [name, classes] = tag.split(".");
+    const node = document.createElement(name);
+    if (classes) node.className = classes;
+    for (const [key, value] of Object.entries(attributes)) if (value !== false) node.setAttribute(key, value);
     node.append(...children.filter((child) => child !== null));
     return node;
   };
@@ -233,6 +239,8 @@
     });
     for (const child of old.slice(items.length)) child.remove();
   };
+  const on = (node, names, act) => names.split(" ").forEach((name) => node.addEventListener(name, act));
+  const rect = (node) => node?.getBoundingClientRect();
 
   /** The demo's colours (minipaged/demo/view.py), each with black or white for the text on it. */
   const HUES = ["#0087ff", "#d75f00", "#008700", "#af00af", "#008787", "#d70000", "#875fff", "#af5f00", "#5f87af", "#d70087",
@@ -245,7 +253,7 @@
   /** The letters of a sequence: A to Z, AA, AB ... */
   const letterOf = (id) => (id >= 26 ? letterOf(Math.floor(id / 26) - 1) : "") + String.fromCharCode(65 + id % 26);
   const numberOf = (letters) => [...letters].reduce((n, sign) => 26 * n + sign.charCodeAt(0) - 64, 0) - 1;
-  const chip = (id) => make("b", {class: "chip", style: hueOf(id), title: `sequence ${letterOf(id)}`}, letterOf(id));
+  const chip = (id) => make("b.chip", {style: hueOf(id), title: `sequence ${letterOf(id)}`}, letterOf(id));
   /** A request's name, with its sequences' letters if they differ: "3 (D, E)". */
   const called = (state, name) => {
     const letters = ofRequest(state, name).map((s) => letterOf(s.id)).join(", ");
@@ -256,18 +264,20 @@
   const MOST_FINISHED = 12; // sequences
   const SPEEDS = [["½×", 0.5], ["1×", 1], ["2×", 2], ["4×", 4]];
   const FLIGHT = 500; // milliseconds
-  const fromHost = (word) => (e) => [e.pairs.map(([from, to]) => [`host ${from}`, `block ${to}`]), word];
-  /** The moves of an event: [from, to] by names of pool cells (to is null for an eviction), and a word. */
-  const MOVES = {
-    block_copied: (e) => [[[`block ${e.source}`, `block ${e.destination}`]], "copied"],
-    swapped_out: (e) => [e.pairs.map(([from, to]) => [`block ${from}`, `host ${to}`]), "out"],
-    swapped_in: fromHost("in"),
-    block_deduplicated: (e) => [[[`block ${e.own}`, `block ${e.cached}`]], "same"],
-    block_evicted: (e) => [[[`block ${e.block}`, null]], "evicted"],
-    block_demoted: (e) => [[[`block ${e.block}`, `host ${e.host_block}`]], "down"],
-    blocks_promoted: fromHost("up"),
-    host_block_dropped: (e) => [[[`host ${e.host_block}`, null]], "dropped"],
-  };
+  /** The moves of an event, by names of pool cells, and a word. Here: the word, the pools from and to which blocks move
+   * ("": they are given up), and the pairs of blocks. */
+  const MOVES = Object.fromEntries([
+    ["block_copied", "copied", "block", "block", (e) => [[e.source, e.destination]]],
+    ["swapped_out", "out", "block", "host"],
+    ["swapped_in", "in", "host", "block"],
+    ["block_deduplicated", "same", "block", "block", (e) => [[e.own, e.cached]]],
+    ["blocks_passed", "passed", "block", "", (e) => e.blocks.map((block) => [block])],
+    ["block_evicted", "evicted", "block", "", (e) => [[e.block]]],
+    ["block_demoted", "down", "block", "host", (e) => [[e.block, e.host_block]]],
+    ["blocks_promoted", "up", "host", "block"],
+    ["host_block_dropped", "dropped", "host", "", (e) => [[e.host_block]]],
+  ].map(([name, word, from, to, pairs = (e) => e.pairs]) =>
+    [name, (e) => [pairs(e).map(([a, b]) => [`${from} ${a}`, to && `${to} ${b}`]), word]]));
   const OF_INTEREST = new Set([...Object.keys(MOVES), "sequence_forked", "request_preempted", "prefix_reused", "blocks_loaded",
     "request_refused", "blocks_freed", "step_failed", "broken_here"]);
   const SHAPES = { // marks on the timeline, around 0, 0
@@ -276,12 +286,13 @@
   const KINDS = {running: "running", waiting: "waiting", swapped: "swapped out", recomputing: "recomputing"};
 
   /** The legend: each sign with its meaning. */
-  const legend = () => [
+  const legend = (state) => [
     [chip(0), "a sequence"],
-    [make("b", {class: "who"}, chip(0), chip(1)), "×2: two hold the block"],
-    [make("b", {class: "tok"}, "prompt")], [make("b", {class: "tok out"}, "generated")],
-    [make("b", {class: "tok todo"}, "known"), "not in the cache yet"], [make("s", {}, "word"), "left in this step"],
-    [make("b", {class: "entry new"}, "0 → 7 (3/4)"), "logical block 0 is block 7, 3 of 4 slots filled; thick: changed in this step"],
+    [make("b.who", {}, chip(0), chip(1)), "×2: two hold the block"],
+    [make("b.tok", {}, "prompt")], [make("b.tok out", {}, "generated")],
+    [make("b.tok todo", {}, "known"), "not in the cache yet"], [make("s", {}, "word"), "left in this step"],
+    [make("b.entry new", {}, "0 → 7 (3/4)"), "logical block 0 is block 7, 3 of 4 slots filled; thick: changed in this step"],
+    ...state.pool.group_windows.some(Number) ? [[make("b.entry hole", {}, "0 → -"), "a hole: the window has passed its tokens"]] : [],
   ].map((sign) => make("span", {}, ...sign.flatMap((part) => [part, " "])));
   const KEYS = "Point at a block, a table entry or a token, or tap it, to see what belongs to it. Keys: ← and → by steps of this page,"
     + " with Shift by steps of the engine; n to the next event of interest; Home and End; ↑ and ↓ within the pool, a block table, or the code.";
@@ -296,7 +307,8 @@
 *{box-sizing:border-box}
 .all{background:var(--bg);color:var(--fg);font:14px/1.45 system-ui,sans-serif;border:var(--edge);border-radius:8px}
 .head{position:sticky;top:var(--stepper-top,0);z-index:3;background:var(--bg);border-radius:8px}
-.bar{display:flex;flex-wrap:wrap;gap:6px;align-items:center;padding:8px}
+.bar,.signs,.pools,.strip,.legend,dl{display:flex;flex-wrap:wrap}
+.bar{gap:6px;align-items:center;padding:8px}
 button,select{min-width:44px;min-height:40px;padding:0 8px;color:inherit;background:var(--soft);font:inherit;
  border:var(--edge);border-radius:6px;cursor:pointer}
 button:disabled{opacity:.45;cursor:default}
@@ -331,8 +343,8 @@ a{color:var(--mark);padding:8px 2px}
  input::-moz-range-track{height:100%;background:none}
  input::-moz-range-thumb{width:12px;height:100%;border:0;border-radius:0;background:var(--thumb)}
  .bad{stroke:var(--bad);stroke-width:2.5}.badly{fill:var(--bad);font-weight:700}}
-.signs{display:flex;flex-wrap:wrap;gap:0 12px;margin:0;padding:0 12px 4px;font-size:12px;color:var(--dim)}
-.signs svg{display:inline-block;width:16px;height:12px;margin-right:4px;vertical-align:-1px}
+.signs{gap:0 12px;margin:0;padding:0 12px 4px;font-size:12px;color:var(--dim);
+ svg{display:inline-block;width:16px;height:12px;margin-right:4px;vertical-align:-1px}}
 .tabs{display:none;gap:6px;padding:6px 8px 0}
 .tabs button{flex:1}
 .tabs [aria-pressed=true]{background:var(--mark);color:var(--bg);font-weight:600}
@@ -341,12 +353,14 @@ a{color:var(--mark);padding:8px 2px}
 .state{padding:4px 12px 12px;position:relative}
 .arrows{position:absolute;inset:0;width:100%;height:100%;pointer-events:none;z-index:1;overflow:hidden}
 .pool>li,.entry{position:relative;z-index:2}
-.arrows path{fill:none;stroke:color-mix(in srgb,var(--hue),var(--fg) 30%);stroke-width:1.5;opacity:.5}
-.arrows .far{opacity:.12}
-.arrows .strong{stroke-width:2.5;opacity:1}
-.moves{z-index:3}.state:has(.lit) .moves{opacity:.15}
-.moves path{stroke:var(--mark);stroke-width:3;opacity:1}
-.moves text{font:700 12px system-ui,sans-serif;fill:var(--fg);text-anchor:middle;paint-order:stroke;stroke:var(--bg);stroke-width:5px}
+.arrows{
+ path{fill:none;stroke:color-mix(in srgb,var(--hue),var(--fg) 30%);stroke-width:1.5;opacity:.5}
+ .far{opacity:.12}
+ .strong{stroke-width:2.5;opacity:1}}
+.state:has(.lit) .moves{opacity:.15}
+.moves{z-index:3;
+ path{stroke:var(--mark);stroke-width:3;opacity:1}
+ text{font:700 12px system-ui,sans-serif;fill:var(--fg);text-anchor:middle;paint-order:stroke;stroke:var(--bg);stroke-width:5px}}
 .flier{position:absolute;z-index:3;pointer-events:none;box-shadow:0 4px 14px #0006}
 .flier>b,.flier .refs{visibility:hidden}
 .code{min-width:0;height:24rem;overflow:auto;border-top:var(--edge);padding:8px 0;position:relative}
@@ -360,7 +374,7 @@ a{color:var(--mark);padding:8px 2px}
  .all[data-tab=code] .state{display:none}}
 .title{font-size:13px;margin:10px 0 4px;color:var(--dim);font-weight:600}
 ul,ol{list-style:none;margin:0;padding:0}
-.pools{display:flex;flex-wrap:wrap;gap:0 16px}.pools>div{min-width:0}
+.pools{gap:0 16px}.pools>div{min-width:0}
 .pools .title,.slots li,.tok{white-space:nowrap;overflow:hidden;text-overflow:ellipsis}
 .pool{display:grid;grid-template-columns:repeat(auto-fill,minmax(96px,1fr));gap:6px}
 .pool.small{grid-template-columns:repeat(auto-fill,minmax(72px,1fr));gap:4px}
@@ -388,9 +402,10 @@ ul,ol{list-style:none;margin:0;padding:0}
 .seqs{overflow:auto;margin:8px -12px 0;padding:0 12px 4px;border-top:var(--edge)}
 .seq{border-left:4px solid var(--hue,var(--line));padding-left:8px;margin:6px 0}
 .seq p{margin:2px 0}
-.strip{display:flex;flex-wrap:wrap;gap:5px;align-items:stretch}
+.strip{gap:5px;align-items:stretch}.strip+.strip{margin-top:5px}
 .table{display:contents}
 .entry{background:var(--bg);border:1px solid var(--hue);border-radius:4px;padding:0 4px;font-size:12px;max-width:100%}
+.hole{border-style:dashed;align-self:end;color:var(--dim)}
 .tok{display:inline-block;border:var(--edge);border-radius:3px;padding:0 3px;margin:2px 2px 1px 0;max-width:100%;
  vertical-align:bottom;font:12px/18px var(--mono)}
 .entry .tok{border-color:var(--hue);border-bottom-width:3px;line-height:16px}
@@ -398,8 +413,8 @@ ul,ol{list-style:none;margin:0;padding:0}
 .tok.todo{border-style:dashed;border-color:var(--fg)}
 .key{padding:4px 12px;border-top:var(--edge);font-size:12px;color:var(--dim)}
 .key summary{cursor:pointer;padding:6px 0}.key p{margin:0 0 8px}
-.legend{display:flex;flex-wrap:wrap;gap:6px 16px}.legend .who{display:inline-flex;width:56px;margin:0;vertical-align:bottom}.legend .entry{font-weight:400;margin:0 4px}
-dl{display:flex;flex-wrap:wrap;gap:2px 8px;margin:6px 0 0;font-size:13px}
+.legend{gap:6px 16px}.legend .who{display:inline-flex;width:56px;margin:0;vertical-align:bottom}.legend .entry{font-weight:400;margin:0 4px}
+dl{gap:2px 8px;margin:6px 0 0;font-size:13px}
 dt{color:var(--dim)}dd{margin:0 10px 0 0}
 .code .name{font:600 12px/1.4 var(--mono);margin:8px 12px 2px;color:var(--dim);overflow-wrap:anywhere}
 .code pre{margin:0;font:12px/1.5 var(--mono)}
@@ -440,6 +455,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
           this.used[pool === "host"].add(Number(block));
         }
       }
+      this.last = this.events.length;
       this.build();
       this.go(this.linked() ?? Number(this.getAttribute("start") ?? 1));
       this.listen();
@@ -470,7 +486,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       const root = this.attachShadow({mode: "open"});
       const button = (label, sign, act) => {
         const node = make("button", {type: "button", "aria-label": label, title: label}, sign);
-        node.addEventListener("click", act);
+        on(node, "click", act);
         return node;
       };
       this.back = button("Previous step", "◀", () => this.seek(this.n - 1));
@@ -479,65 +495,65 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       this.player = button("Play", "Play", () => (this.timer ? this.pause() : this.play()));
       this.speed = make("select", {"aria-label": "Speed"}, ...SPEEDS.map(([name, value]) => make("option", {value}, name)));
       this.speed.value = 1;
-      this.speed.addEventListener("change", () => this.timer && (this.pause(), this.play()));
-      this.number = make("span", {class: "n"});
+      on(this.speed, "change", () => this.timer && (this.pause(), this.play()));
+      this.number = make("span.n");
       this.link = make("a", {href: "?step=1"}, "link");
-      this.say = make("p", {class: "say", "aria-live": "polite", "aria-atomic": "true"});
+      this.say = make("p.say", {"aria-live": "polite", "aria-atomic": "true"});
       const pane = (name, label) => make("div", {class: name, role: "group", "aria-label": label, tabindex: 0});
-      this.memory = make("div", {class: "memory"}, make("div", {class: "pools"}));
+      this.memory = make("div.memory", {}, make("div.pools"));
       this.pools = {};
       this.seqs = pane("seqs", "Queues, sequences and their block tables"); // it scrolls, and so does the code
-      this.seqs.addEventListener("scroll", () => this.drawArrows());
+      on(this.seqs, "scroll", () => this.drawArrows());
       this.arrows = document.createElementNS("http://www.w3.org/2000/svg", "svg");
       this.arrows.classList.add("arrows");
-      this.arrows.setAttribute("aria-hidden", "true");
+      this.arrows.ariaHidden = "true";
       this.moves = this.arrows.cloneNode();
       this.moves.classList.add("moves");
-      this.fliers = make("div", {"aria-hidden": "true"});
-      this.state = make("div", {class: "state"}, this.memory, this.seqs, this.arrows, this.moves);
-      const stage = make("div", {class: "stage"}, this.state, this.fliers);
-      for (const name of ["pointerover", "focusin"]) this.state.addEventListener(name, (e) => this.light(e.target));
-      for (const name of ["pointerleave", "focusout"]) this.state.addEventListener(name, () => this.light(null));
+      this.fliers = make("div", {"aria-hidden": true});
+      this.state = make("div.state", {}, this.memory, this.seqs, this.arrows, this.moves);
+      const stage = make("div.stage", {}, this.state, this.fliers);
+      on(this.state, "pointerover focusin", (e) => this.light(e.target));
+      on(this.state, "pointerleave focusout", () => this.light(null));
       this.code = pane("code", "Source lines that ran in this step");
       const everything = "Everything that ran";
       this.more = button(everything, everything, () => {
-        this.more.setAttribute("aria-pressed", this.more.getAttribute("aria-pressed") !== "true");
+        this.more.ariaPressed = this.more.ariaPressed !== "true";
         this.go(this.n);
       });
-      this.more.setAttribute("aria-pressed", "false");
+      this.more.ariaPressed = "false";
       this.more.className = "more";
       this.lines = make("div");
-      this.lines.addEventListener("click", (e) => this.nextRun(e.target.closest("[data-key]")));
+      on(this.lines, "click", (e) => this.nextRun(e.target.closest("[data-key]")));
       this.code.append(this.more, this.lines);
       const withCode = this.data.functions.length > 0;
       this.cols = make("div", {class: withCode ? "cols two" : "cols"}, stage, withCode ? this.code : null);
-      const bar = make("div", {class: "bar"}, this.back, this.next, this.skip, this.player, this.speed, this.number, this.link);
-      this.saying = make("div", {class: "saying"}, this.say);
+      const bar = make("div.bar", {}, this.back, this.next, this.skip, this.player, this.speed, this.number, this.link);
+      this.saying = make("div.saying", {}, this.say);
       this.time = this.buildTimeline();
-      this.all = make("div", {class: "all", role: "group", "data-tab": "memory",
+      this.all = make("div.all", {role: "group", "data-tab": "memory",
         "aria-label": this.data.title || "A run of the engine, step by step"},
-      this.time, make("div", {class: "head"}, bar, this.saying), this.buildTabs(withCode), this.cols,
-      make("details", {class: "key"}, make("summary", {}, "Signs and keys"), make("p", {class: "legend"}, ...legend()), make("p", {}, KEYS)));
+      this.time, make("div.head", {}, bar, this.saying), this.buildTabs(withCode), this.cols,
+      make("details.key", {}, make("summary", {}, "Signs and keys"), make("p.legend", {}, ...legend(this.fold.at(1))), make("p", {}, KEYS)));
       root.append(make("style", {}, STYLE), this.all);
-      root.addEventListener("keydown", (key) => this.press(key)); // only keys pressed inside count
+      on(root, "keydown", (key) => this.press(key)); // only keys pressed inside count
     }
 
     /** A phone shows one of them at a time. */
     buildTabs(withCode) {
       const names = ["Memory", "Sequences", ...(withCode ? ["Code"] : [])];
       const tabs = names.map((name, i) => make("button", {type: "button", "aria-pressed": String(i === 0)}, name));
-      tabs.forEach((tab, i) => tab.addEventListener("click", () => {
+      tabs.forEach((tab, i) => on(tab, "click", () => {
         this.all.dataset.tab = names[i].toLowerCase();
-        for (const each of tabs) each.setAttribute("aria-pressed", each === tab);
+        for (const each of tabs) each.ariaPressed = each === tab;
         this.width = 0; // hidden parts could not be measured
         this.fit();
       }));
-      return make("div", {class: "tabs", role: "group", "aria-label": "Shown"}, ...tabs);
+      return make("div.tabs", {role: "group", "aria-label": "Shown"}, ...tabs);
     }
 
     press(key) {
       if (key.altKey || key.ctrlKey || key.metaKey || key.target.matches("select")) return;
-      const last = this.events.length;
+      const last = this.last;
       const to = key.shiftKey ? {ArrowLeft: this.engineStep(-1), ArrowRight: this.engineStep(1)}[key.key]
         : {ArrowLeft: this.n - 1, ArrowRight: this.n + 1, Home: 1, End: last, n: this.interesting()}[key.key];
       if (to !== undefined) this.seek(to);
@@ -556,22 +572,23 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
     /** The beginning of the next (or previous) engine step. */
     engineStep(by) {
       const starts = this.events.flatMap((e, i) => e.event === "step_started" ? [i + 1] : []);
-      return by > 0 ? starts.find((n) => n > this.n) ?? this.events.length : starts.findLast((n) => n < this.n) ?? 1;
+      return by > 0 ? starts.find((n) => n > this.n) ?? this.last : starts.findLast((n) => n < this.n) ?? 1;
     }
     interesting() {
       const at = this.events.findIndex((e, i) => i >= this.n && (OF_INTEREST.has(e.event) || this.data.notes?.[i]));
-      return at < 0 ? this.events.length : at + 1;
+      return at < 0 ? this.last : at + 1;
     }
 
+    within(n) { return Math.max(1, Math.min(this.last, n)); }
     seek(n) {
       this.pause();
       this.go(n);
     }
     play() {
-      if (this.n === this.events.length) this.go(1);
+      if (this.n === this.last) this.go(1);
       this.timer = setInterval(() => {
         this.go(this.n + 1);
-        if (this.n === this.events.length) this.pause();
+        if (this.n === this.last) this.pause();
       }, 1500 / this.speed.value);
       this.playerSays("Pause");
     }
@@ -582,7 +599,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
     }
     playerSays(word) {
       this.player.textContent = this.player.title = word;
-      this.player.setAttribute("aria-label", word);
+      this.player.ariaLabel = word;
     }
 
     word(token) { return this.data.words?.[token] ?? String(token); }
@@ -590,7 +607,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
     visible(token) { return this.word(token).replaceAll("\n", "↵").replace(/^ +$/, (spaces) => "␣".repeat(spaces.length)); }
 
     go(wanted) {
-      const n = Math.max(1, Math.min(this.events.length, wanted));
+      const n = this.within(wanted);
       const focused = this.shadowRoot.activeElement;
       const key = focused?.dataset.key;
       const forward = n > this.n;
@@ -598,12 +615,12 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       const before = this.fold.at(n - 1);
       const after = this.fold.at(n);
       this.back.disabled = n === 1;
-      this.next.disabled = this.skip.disabled = n === this.events.length;
+      this.next.disabled = this.skip.disabled = n === this.last;
       this.slider.value = n;
-      this.slider.setAttribute("aria-valuetext", `step ${n} of ${this.events.length}, engine step ${after.step}`);
-      this.number.textContent = `${n} / ${this.events.length}`;
+      this.slider.ariaValueText = `step ${n} of ${this.last}, engine step ${after.step}`;
+      this.number.textContent = `${n} / ${this.last}`;
       this.link.href = `?step=${n}${this.id ? `#${this.id}` : ""}`;
-      this.link.setAttribute("aria-label", `Link to step ${n}`);
+      this.link.ariaLabel = `Link to step ${n}`;
       this.say.replaceChildren(...this.told(n));
       this.say.classList.toggle("bad", this.events[n - 1].event === "broken_here");
       this.believed = this.beliefs[n - 1] ?? {};
@@ -639,7 +656,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       const longest = this.events.reduce((most, _, i) => Math.max(most, length(i)), 0);
       const rooms = this.events.map((_, i) => i).filter((i) => length(i) > 0.7 * longest)
         .sort((a, b) => length(b) - length(a)).slice(0, 40) // the longest 40
-        .map((i) => make("p", {class: "room", "aria-hidden": "true"}, ...this.told(i + 1)));
+        .map((i) => make("p.room", {"aria-hidden": true}, ...this.told(i + 1)));
       this.saying.replaceChildren(this.say, ...rooms);
       const {sizes} = this.whole;
       const fullest = sizes.map((size, i) => [size, i + 1]).sort((a, b) => b[0] - a[0]).slice(0, 4);
@@ -657,18 +674,17 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
     // --- The timeline ---
 
     buildTimeline() {
-      this.slider = make("input", {type: "range", min: 1, max: this.events.length, value: 1, "aria-label": "Step"});
-      this.slider.addEventListener("input", () => this.seek(Number(this.slider.value)));
-      this.slider.addEventListener("pointermove", (e) => {
-        const at = Math.round(1 + (e.offsetX - 6) / (this.slider.clientWidth - 12) * (this.events.length - 1));
-        const n = Math.max(1, Math.min(this.events.length, at));
+      this.slider = make("input", {type: "range", min: 1, max: this.last, value: 1, "aria-label": "Step"});
+      on(this.slider, "input", () => this.seek(Number(this.slider.value)));
+      on(this.slider, "pointermove", (e) => {
+        const n = this.within(Math.round(1 + (e.offsetX - 6) / (this.slider.clientWidth - 12) * (this.last - 1)));
         this.slider.title = `${n}: ${this.data.sentences[n - 1]}`;
       });
-      this.plot = make("div", {"aria-hidden": "true"});
+      this.plot = make("div", {"aria-hidden": true});
       const rows = [...this.whole.rows.values()];
       const shown = (name, of) => rows.some((row) => row[of].some(({kind}) => kind === name));
       const sign = (inside, name) => {
-        const item = make("span", {"aria-hidden": "true"});
+        const item = make("span", {"aria-hidden": true});
         item.innerHTML = `<svg viewBox="-8 -6 16 12" style="--hue:var(--fg)">${inside}</svg>`;
         item.append(name);
         return item;
@@ -679,17 +695,17 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
         sign('<path class="held" d="M-8 6V2L-2-3H3V-5H8V6Z"/>', "blocks in use"),
         ...(this.whole.used.some(([, , kept]) => kept) ? [sign('<path class="kept" d="M-8-5H8V6H-8Z"/>', "only in the prefix cache")] : []),
       ];
-      return make("div", {class: "time"}, this.plot, this.slider, make("p", {class: "signs"}, ...signs));
+      return make("div.time", {}, this.plot, this.slider, make("p.signs", {}, ...signs));
     }
     drawSpan(kind, from, to, top, height) {
-      const box = (y, h, name) => `<rect class="${name}" x="${from}" y="${y}" width="${Math.max(1, to - from)}" height="${h}"/>`;
+      const box = (name) => `<rect class="${name}" x="${from}" y="${top}" width="${Math.max(1, to - from)}" height="${height}"/>`;
       if (kind === "waiting") return `<path class="waiting" d="M${from} ${top + height / 2}H${to}"/>`;
       if (kind === "swapped") return `<rect class="swapped" x="${from + 1}" y="${top + 1}" width="${Math.max(1, to - from - 2)}" height="${height - 2}"/>`;
-      return box(top, height, kind) + (kind === "recomputing" ? box(top, height, "stripes") : "");
+      return box(kind) + (kind === "recomputing" ? box("stripes") : "");
     }
     drawTimeline() {
       const {rows, used} = this.whole;
-      const [first, size] = [this.events[0], this.events.length];
+      const [first, size] = [this.events[0], this.last];
       const names = new Map([...rows].map(([name, row]) => {
         const both = `${name}: ${row.sequences.map(letterOf).join(" ")}`;
         return [row, row.sequences.length === 1 && name === letterOf(row.sequences[0]) || both.length > 12 ? name : both];
@@ -720,14 +736,14 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
         drawn.push(`<text x="${at + 2}" y="11">${e.step}</text>`);
         free = at + 10 + 7 * String(e.step).length;
       });
-      drawn.push(`<text x="${gutter - 4}" y="11" text-anchor="end">engine</text>`);
+      const label = (y, text) => make("text", {x: gutter - 4, y, "text-anchor": "end"}, text).outerHTML;
+      drawn.push(label(11, "engine"));
       lanes.forEach((lane, i) => lane.forEach((row) => {
         const y = top + i * tall;
         if (tall >= 11 && lane.length === 1) {
           const whole = names.get(row);
           const name = whole.length > 12 ? `…${whole.slice(-11)}` : whole;
-          const label = make("text", {x: gutter - 4, y: y + tall / 2 + 4, "text-anchor": "end"}, name);
-          drawn.push(label.outerHTML);
+          drawn.push(label(y + tall / 2 + 4, name));
         }
         drawn.push(`<g style="${row.sequences[1] ? "--hue:var(--dim)" : hueOf(row.sequences[0])}">`,
           ...row.spans.map(({kind, from, to}) => this.drawSpan(kind, x(from), x(to), y + tall * 0.15, tall * 0.7)), "</g>");
@@ -746,7 +762,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       };
       drawn.push(area("kept", ([, held, kept]) => held + kept), area("held", ([, held]) => held),
         `<rect class="whole" x="${x(1)}" y="${low - 24}" width="${Math.max(1, x(size) - x(1))}" height="24"/>`,
-        `<text x="${gutter - 4}" y="${low - 8}" text-anchor="end">pool</text>`);
+        label(low - 8, "pool"));
       this.plot.innerHTML = `<svg height="${low + 4}">${drawn.join("")}</svg>`;
       Object.assign(this.slider.style, {left: `${gutter}px`, width: `${width}px`, height: `${low + 8}px`});
     }
@@ -762,48 +778,49 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       const total = host ? num_swap_blocks : num_blocks;
       const now = holders(after, host);
       const then = before.pool ? holders(before, host) : new Map();
-      const kept = (state) => host ? state.floor : state.cached; // by the prefix cache, or by the floor below it
-      const cached = (state, block) => kept(state).has(block);
-      const held = new Set([...now.keys(), ...kept(after).keys()]);
+      // The blocks that the prefix cache keeps, or the floor below it.
+      const [kept, keptThen] = [after, before].map((state) => host ? state.floor : state.cached);
+      const held = new Set([...now.keys(), ...kept.keys()]);
       // A small pool is shown whole; a large one without blocks that the run never holds.
       const shown = total <= 64 ? [...Array(total).keys()] : [...this.used[host]].sort((a, b) => a - b);
       const small = shown.length > 24;
       const judged = !host && Object.values(this.beliefs).some(({blocks}) => blocks); // reserve room at every step
-      const first = this.data.broken?.should && this.n === this.events.length ? "should be" : "tables";
+      const first = this.data.broken?.should && this.n === this.last ? "should be" : "tables";
       const cells = shown.map((block, place) => {
         const who = now.get(block) ?? [];
-        const refs = who.length + cached(after, block);
+        const cached = kept.has(block);
+        const refs = who.length + cached;
         const sequences = [...new Set(who.map((h) => h.id))];
         // A holder may share only the first tokens of a block.
-        const contents = (state, who) => [...who.map((h) => blockTokens(state, state.sequences.get(h.id), h.logical)),
-          cached(state, block) ? kept(state).get(block) : []].reduce((most, tokens) => tokens.length > most.length ? tokens : most);
-        const tokens = contents(after, who);
+        const contents = (state, who, kept) => [...who.map((h) => blockTokens(state, state.sequences.get(h.id), h.entry)),
+          kept.get(block) ?? []].reduce((most, tokens) => tokens.length > most.length ? tokens : most);
+        const tokens = contents(after, who, kept);
         const old = then.get(block) ?? [];
-        const oldTokens = contents(before, old);
-        const changed = refs !== old.length + cached(before, block) || tokens.length !== oldTokens.length
+        const oldTokens = contents(before, old, keptThen);
+        const changed = refs !== old.length + keptThen.has(block) || tokens.length !== oldTokens.length
           || who.some((h) => !old.some((o) => o.id === h.id));
-        const most = (small ? 4 : 6) - 2 * cached(after, block); // chips for which there is room
+        const most = (small ? 4 : 6) - 2 * cached; // chips for which there is room
         const claim = !host && this.believed.blocks?.[block];
         const gone = refs === 0 && oldTokens.length > 0; // for one step it shows its old tokens
         const was = gone ? old.map((h) => h.id) : [];
-        return [[tokens, gone && oldTokens, sequences, refs, cached(after, block), was, changed, claim, first], () => {
+        return [[tokens, gone && oldTokens, sequences, refs, cached, was, changed, claim, first], () => {
           const many = sequences.length > most ? sequences.slice(most - 1) : [];
           const owners = [...sequences.slice(0, sequences.length - many.length).map(chip),
-            many.length ? make("b", {class: "chip", title: many.map(letterOf).join(" ")}, `+${many.length}`) : null,
-            cached(after, block) ? make("b", {class: "chip cache"}, host ? "floor" : "cache") : null];
-          owners.push(...was.map((id) => make("b", {class: "chip gone", "aria-hidden": "true"}, letterOf(id))));
+            many.length ? make("b.chip", {title: many.map(letterOf).join(" ")}, `+${many.length}`) : null,
+            cached ? make("b.chip cache", {}, host ? "floor" : "cache") : null];
+          owners.push(...was.map((id) => make("b.chip gone", {"aria-hidden": true}, letterOf(id))));
           const shownTokens = gone ? oldTokens : tokens;
-          const slots = small || size > 8 ? make("span", {class: "fill", title: `${tokens.length} of ${size} slots filled`},
+          const slots = small || size > 8 ? make("span.fill", {title: `${tokens.length} of ${size} slots filled`},
             make("i", {style: `width:${100 * tokens.length / size}%`}))
-            : make("ol", {class: gone ? "slots gone" : "slots", "aria-label": "slots", "aria-hidden": refs === 0 && "true"},
+            : make("ol", {class: gone ? "slots gone" : "slots", "aria-label": "slots", "aria-hidden": !refs},
               ...Array.from({length: size}, (_, i) => make("li", {"data-offset": i, title: i < shownTokens.length
                 ? this.word(shownTokens[i]) : "empty slot"}, i < shownTokens.length ? this.visible(shownTokens[i]).trim() : " ")));
           return make("li", {class: `${refs ? "" : "free"} ${changed ? "new" : ""} ${claim ? "wrong" : ""}`,
             style: sequences.length === 1 && hueOf(sequences[0]), tabindex: place ? -1 : 0, "data-key": `${host ? "host" : "block"} ${block}`,
             "data-block": block, "data-refs": refs},
-          make("b", {}, String(block)), make("span", {class: "refs"}, refs ? `×${refs}` : "free"),
-          make("div", {class: "who"}, ...owners.flatMap((owner) => owner ? [" ", owner] : [])), slots,
-          judged ? make("div", {class: "claim"}, ...(claim ? [`${first} ×${claim[0]} ·`, make("br"), `allocator says ×${claim[1]}`] : [])) : null);
+          make("b", {}, block), make("span.refs", {}, refs ? `×${refs}` : "free"),
+          make("div.who", {}, ...owners.flatMap((owner) => owner ? [" ", owner] : [])), slots,
+          judged ? make("div.claim", {}, ...(claim ? [`${first} ×${claim[0]} ·`, make("br"), `allocator says ×${claim[1]}`] : [])) : null);
         }];
       });
       const hidden = total - shown.length;
@@ -812,11 +829,11 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       const pool = this.pools[host] ??= this.buildPool(`pool ${small ? "small" : ""} ${judged ? "judged" : ""}`,
         `flex:${shown.length} 1 ${host ? 160 : 264}px`);
       pool.title.textContent = pool.title.title = title;
-      pool.list.setAttribute("aria-label", `${title}. Number, reference count, owners.`);
+      pool.list.ariaLabel = `${title}. Number, reference count, owners.`;
       patch(pool.list, cells);
     }
     buildPool(name, style) {
-      const [title, list] = [make("p", {class: "title"}), make("ul", {class: name})];
+      const [title, list] = [make("p.title"), make("ul", {class: name})];
       this.memory.firstChild.append(make("div", {style}, title, list));
       return {title, list};
     }
@@ -824,9 +841,9 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
     // --- Queues and sequences ---
 
     drawSequences(before, after) {
-      const parts = [[["queues", after.running, after.waiting, ...[...after.sequences.values()].map((s) => [s.request, s.id, s.swapped, s.done])],
+      const parts = [[["queues", after.running, after.waiting, ...allOf(after).map((s) => [s.request, s.id, s.swapped, s.done])],
         () => this.drawQueues(after)]];
-      for (const s of after.sequences.values()) {
+      for (const s of allOf(after)) {
         const old = before.sequences.get(s.id);
         parts.push([[s, old?.table, old?.filled, after.running.includes(s.request), this.believed.tables?.[s.id]],
           () => this.drawSequence(before, after, s)]);
@@ -834,12 +851,12 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       const done = after.finished.filter((s) => s.reason !== "dropped");
       if (done.length) {
         const most = done.length > MOST_FINISHED ? `, the last ${MOST_FINISHED} of ${done.length}` : "";
-        parts.push([["finished", most], () => make("p", {class: "title"}, `Finished${most}`)]);
+        parts.push([["finished", most], () => make("p.title", {}, `Finished${most}`)]);
       }
       for (const s of shownOf(done)) {
-        parts.push([["finished", s], () => make("div", {class: "seq", style: hueOf(s.id)},
+        parts.push([["finished", s], () => make("div.seq", {style: hueOf(s.id)},
           make("p", {}, "sequence ", chip(s.id), ` of request ${s.request}`),
-          make("p", {class: "tokens"}, ...this.drawTokens(s, 0, s.tokens.length, s.tokens.length)))]);
+          make("p.tokens", {}, ...this.drawTokens(s, 0, s.tokens.length, s.tokens.length)))]);
       }
       return parts;
     }
@@ -856,23 +873,32 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       const size = after.pool.block_size;
       const old = before.sequences.get(s.id);
       const where = s.done ? "ended" : s.swapped ? "swapped out" : after.running.includes(s.request) ? "running" : "waiting";
-      const entries = s.table.map((block, logical) => {
-        const filled = Math.min(size, s.filled - logical * size);
-        const changed = !old || old.table[logical] !== block || Math.min(size, old.filled - logical * size) !== filled;
-        return make("li", {class: `entry ${changed ? "new" : ""}`, tabindex: logical ? -1 : 0, "data-key": `entry ${s.id} ${logical}`,
-          "data-to": `${s.swapped ? "host" : "block"} ${block}`, "data-sequence": s.id},
-        ...this.drawTokens(s, logical * size, Math.min(s.filled, (logical + 1) * size), s.filled),
-        make("div", {}, `${logical} → ${s.swapped ? "host " : ""}`, make("b", {}, String(block)), ` (${filled}/${size})`));
+      const windows = after.pool.group_windows;
+      const entries = windows.map(() => []); // of each group
+      s.table.forEach((block, i) => {
+        const logical = Math.floor(i / windows.length);
+        const [from, to] = [logical * size, Math.min(s.filled, (logical + 1) * size)];
+        const changed = old?.table[i] !== block || Math.min(old.filled, (logical + 1) * size) !== to;
+        const hole = block === HOLE;
+        const host = s.swapped && !hole ? "host " : "";
+        entries[i % windows.length].push(make("li", {class: `entry ${changed ? "new" : ""} ${hole ? "hole" : ""}`, tabindex: logical ? -1 : 0,
+          "data-key": `entry ${s.id} ${i}`, "data-to": `${host || "block "}${block}`, "data-sequence": s.id},
+        ...hole ? [] : this.drawTokens(s, from, to, s.filled),
+        make("div", {}, `${logical} → ${host}`, make("b", {}, hole ? "-" : block), hole ? "" : ` (${to - from}/${size})`)));
       });
-      const rest = this.drawTokens(s, Math.min(s.filled, s.table.length * size), s.tokens.length, s.filled);
+      const rest = this.drawTokens(s, Math.min(s.filled, entries[0].length * size), s.tokens.length, s.filled);
       const claim = this.believed.tables?.[s.id];
-      const label = `Block table of sequence ${letterOf(s.id)}: logical block, physical block, filled slots`;
-      return make("div", {class: "seq", style: hueOf(s.id)},
+      const strips = windows.map((window, group) => {
+        const of = windows.some(Number) && s.table.length ? `group ${group}, ${window ? `last ${window}` : "all"}` : "";
+        const label = `Block table of sequence ${letterOf(s.id)}${of && `, ${of}`}: logical block, physical block, filled slots`;
+        return make("div.strip tokens", {}, of && make("small", {}, of),
+          s.table.length ? make("ol.table", {"aria-label": label}, ...entries[group]) : null, group ? null : make("span", {}, ...rest));
+      });
+      return make("div.seq", {style: hueOf(s.id)},
         make("p", {}, make("b", {}, "sequence "), chip(s.id), s.request === letterOf(s.id) ? `, ${where}` : ` of request ${s.request}, ${where}`,
-          entries.length ? "" : "; its block table is empty"),
-        claim ? make("p", {class: "claim"}, `should be blocks ${s.table.join(", ") || "none"} · the table says ${claim.join(", ") || "none"}`) : null,
-        make("div", {class: "strip tokens"}, entries.length ? make("ol", {class: "table", "aria-label": label}, ...entries) : null,
-          make("span", {}, ...rest)));
+          s.table.length ? "" : "; its block table is empty"),
+        claim ? make("p.claim", {}, `should be blocks ${s.table.join(", ") || "none"} · the table says ${claim.join(", ") || "none"}`) : null,
+        ...strips);
     }
 
     /** Tokens `from` to `to` of a sequence that are among the last ones shown. */
@@ -899,12 +925,12 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
         this.arrows.replaceChildren();
         return;
       }
-      const [all, frame] = [this.state.getBoundingClientRect(), this.seqs.getBoundingClientRect()];
+      const [all, frame] = [rect(this.state), rect(this.seqs)];
       const [many, count] = [new Map(), new Map()]; // arrows per block: in total, and so far
       for (const {dataset: {to}} of entries) many.set(to, (many.get(to) ?? 0) + 1);
       this.arrows.innerHTML = entries.map((entry) => {
         const {to, key, sequence} = entry.dataset;
-        const [a, b] = [entry.getBoundingClientRect(), blocks.get(to)?.getBoundingClientRect()];
+        const [a, b] = [rect(entry), rect(blocks.get(to))];
         if (!b) return ""; // a faulty allocator returned a block that does not exist
         const nth = (count.get(to) ?? 0) + 1;
         count.set(to, nth);
@@ -924,15 +950,15 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
     moved() {
       const [pairs, word] = MOVES[this.events[this.n - 1].event]?.(this.events[this.n - 1]) ?? [[], ""];
       const cells = this.cells();
-      const all = this.state.getBoundingClientRect();
+      const all = rect(this.state);
       const box = (cell) => {
-        const {left, top, width, height} = cell.getBoundingClientRect();
+        const {left, top, width, height} = rect(cell);
         return {left: left - all.left, top: top - all.top, width, height};
       };
       const boxes = this.memory.offsetParent ? pairs.filter(([from, to]) => cells.has(from) && (!to || cells.has(to))) : [];
       return [boxes.map(([from, to]) => {
         const a = box(cells.get(from));
-        return {a, b: to ? box(cells.get(to)) : {...a, top: a.top - 0.7 * a.height}, cell: cells.get(to ?? from)};
+        return {a, b: to ? box(cells.get(to)) : {...a, top: a.top - 0.7 * a.height}, cell: cells.get(to || from)};
       }), word];
     }
     /** Draw an arrow for each move, with the event's word. */
@@ -957,7 +983,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
     fly() {
       for (const {a, b, cell} of this.moved()[0]) {
         const style = `left:${a.left}px;top:${a.top}px;width:${a.width}px;height:${a.height}px;${cell.getAttribute("style") ?? ""}`;
-        const flier = make("div", {class: "flier", style}, ...[...cell.childNodes].map((child) => child.cloneNode(true)));
+        const flier = make("div.flier", {style}, ...[...cell.childNodes].map((child) => child.cloneNode(true)));
         this.fliers.append(flier);
         const there = `translate(${b.left - a.left}px,${b.top - a.top}px)`;
         flier.animate([{transform: "none"}, {transform: there, opacity: cell.matches(".free") ? 0 : 1}], {duration: FLIGHT, easing: "ease-in-out"})
@@ -999,11 +1025,11 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       this.ever ??= new Set(lines.flatMap((ran) => ran.flatMap(([f, own]) => own.map((line) => `line ${f} ${line}`))));
       const lit = current[index];
       const all = lines[linesOf[index]];
-      const ran = this.more.getAttribute("aria-pressed") === "true" || !lit ? all : all.filter(([f]) => f === lit[0]);
+      const ran = this.more.ariaPressed === "true" || !lit ? all : all.filter(([f]) => f === lit[0]);
       const parts = ran.map(([f, own]) => [[f, own, lit], () => {
         const {name, file, first, source} = functions[f];
         const set = new Set(own);
-        return make("div", {}, make("p", {class: "name"}, `${name}  ${file}`), make("pre", {}, ...source.map((text, i) => {
+        return make("div", {}, make("p.name", {}, `${name}  ${file}`), make("pre", {}, ...source.map((text, i) => {
           const line = first + i;
           const key = `line ${f} ${line}`;
           const now = lit && lit[0] === f && lit[1] === line;
@@ -1014,13 +1040,13 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
         })));
       }]);
       patch(this.lines, parts.length ? parts
-        : [["none", () => make("p", {class: "none"}, "None of the lines shown on this page ran in this step.")]]);
+        : [["none", () => make("p.none", {}, "None of the lines shown on this page ran in this step.")]]);
     }
     /** Scroll to this step's line and changes, after everything is drawn, so that layout is measured once. */
     showChanges() {
       const places = [[this.code, this.lines.querySelector(".now")], [this.seqs, this.seqs.querySelector(".new")]];
-      const by = places.map(([frame, inside]) => inside && inside.getBoundingClientRect().top
-        - frame.getBoundingClientRect().top - frame.clientHeight / 2);
+      const by = places.map(([frame, inside]) => inside && rect(inside).top
+        - rect(frame).top - frame.clientHeight / 2);
       places.forEach(([frame], i) => { if (by[i] !== null) frame.scrollTop += by[i]; });
     }
     /** Go to the next step that runs a line; after the last, to the first. */

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from minipaged import SamplingParams
 from minipaged.events import Event
-from minipaged.stepper import Recording
+from minipaged.stepper import Recording, Storyteller
 from minipaged.testing.content_runner import Prefixes
 from tests.effort import scaled, seeds
 from tests.engine.test_failure_injection import WORKLOADS, Fault, Fuse, wired
@@ -17,7 +18,7 @@ from tests.engine.test_floors import floored
 from tests.handover.oracle import InMemory, connected_run
 from tests.handover.test_engine import cached_workload
 from tests.javascript import check_folds_agree
-from tests.workloads import WorkloadRun, random_workload
+from tests.workloads import WorkloadRun, random_workload, windowed
 
 RUNS = Path(__file__).parent.parent.parent / "docs" / "runs"
 RECORDED = [script for script in sorted(RUNS.glob("*.py")) if re.search(r"\bas run:", script.read_text())]
@@ -33,6 +34,32 @@ def test_at_every_step_of_random_runs_the_stepper_knows_what_the_events_say(seed
         WorkloadRun(random_workload(seed), listeners=[runs[-1].append]).to_the_end()
     assert max(map(len, runs)) > 200  # events, so that some states were kept
     check_folds_agree(runs)
+
+
+def test_and_where_layers_are_in_groups() -> None:
+    runs: list[list[Event]] = []
+    for seed in (2, 9, 17, 21, 37):
+        runs.append([])
+        WorkloadRun(windowed(seed), listeners=[runs[-1].append]).to_the_end()
+    names = {event.name for run in runs for event in run}
+    assert {"blocks_passed", "block_cached", "block_copied", "prefix_reused"} <= names
+    check_folds_agree(runs)
+
+
+def test_and_where_tables_with_holes_are_swapped_out() -> None:
+    heard: list[Event] = []
+    model = Storyteller(["one two three four five six seven eight"])
+    engine = model.engine(
+        num_blocks=9, block_size=2, num_swap_blocks=12, preemption="swap", max_model_len=8, group_windows=(None, 3)
+    )
+    engine.listeners.append(heard.append)
+    for _ in range(2):
+        engine.add_request(model.encode("one two three"), SamplingParams(max_tokens=5))
+    while engine.has_unfinished_requests():
+        engine.step()
+    passed, swapped = ([event.name for event in heard].index(name) for name in ("blocks_passed", "swapped_out"))
+    assert passed < swapped
+    check_folds_agree([heard])
 
 
 @pytest.mark.parametrize(("part", "number"), [("forward", 3), ("allocate", 9), ("swap in", 1)])

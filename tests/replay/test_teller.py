@@ -120,11 +120,11 @@ RUN: list[tuple[Event, str]] = [
         "More of sequence J is kept on disk: block 6 is taken from the free ones, and filled from there.",
     ),
     (
-        BlocksPassed(9, (0,), (3,)),
-        "No layer will see block 3 of sequence J again: the window has passed. What is given back leaves a hole in the "
-        "table.",
+        BlocksPassed(9, (0, 1), (3, 1)),
+        "The windows of some layers have passed blocks 3 and 1 of sequence J: no token from now on sees them there. "
+        "They are given back, and leave holes in the table.",
     ),
-    (BlocksFreed(9, (1, 5, 6)), "Sequence J lets go of blocks 1, 5 and 6, free again from now on."),
+    (BlocksFreed(9, (5, 6)), "Sequence J lets go of blocks 5 and 6, free again from now on."),
     (RequestFinished("b", "failed"), "Request b (J) has failed."),
 ]
 
@@ -136,6 +136,32 @@ def test_every_kind_of_event_is_explained_in_whole_sentences() -> None:
         tell(state, event, words.__getitem__)
         state.apply(event)
     assert {event.name for event, _ in RUN} == EVENT_TYPES.keys()
+
+
+def test_the_groups_of_layers_are_told_at_the_start_if_there_are_several_or_a_window() -> None:
+    whole = explain(State(), EngineStarted(8, 8, 2, 16))
+    assert "groups" not in whole
+    assert [
+        explain(State(), EngineStarted(8, 8, 2, 16, windows)).removeprefix(whole).strip().split(". ")[0]
+        for windows in [(5,), (None, 5), (None, 4, 4)]
+    ] == [
+        "The layers are in one group, which sees the last 5",
+        "The layers are in 2 groups, which see all tokens and the last 5",
+        "The layers are in 3 groups, which see all tokens, the last 4 and the last 4",
+    ]
+
+
+def test_what_windows_have_passed_is_told_with_its_blocks() -> None:
+    state = State()
+    for event in (
+        EngineStarted(8, 0, 2, 16, (2,)),
+        RequestArrived("a", 0, (1, 2, 3, 4), 1),
+        TokensComputed(0, 4, (5, 3), 0),
+    ):
+        state.apply(event)
+    told = tell(state, BlocksPassed(0, (0,), (5,)))
+    assert told is not None
+    assert (told.topic, told.text, told.blocks) == ("pass", "windows have passed block 5 of A: given back", (5,))
 
 
 def test_a_page_quotes_words_so_that_they_can_be_seen() -> None:
@@ -188,8 +214,8 @@ def test_what_an_allocator_disowns_is_not_told_as_a_fact() -> None:
     events = [event for event, _ in RUN]
     last = max(i for i, event in enumerate(events) if isinstance(event, BlocksFreed))
     assert sentences_of(events, doubted={last: {7}})[last] == RUN[last][1]
-    told = sentences_of(events, doubted={last: {5}})[last]
-    assert told == "Sequence J lets go of blocks 1, 5 and 6, which should be free again from now on."
+    told = sentences_of(events, doubted={last: {6}})[last]
+    assert told == "Sequence J lets go of blocks 5 and 6, which should be free again from now on."
 
 
 @pytest.mark.parametrize(

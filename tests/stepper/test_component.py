@@ -20,7 +20,7 @@ from minipaged.events import BlocksFreed, EngineStarted, Event, StepStarted
 from minipaged.stepper import Storyteller, record
 from minipaged.stepper.page import UNSEEN, as_data, page
 from tests.browser import COLOURS, SCREENS, Watched, axe_script, axe_violations, in_both, stop_time, watching
-from tests.workloads import WorkloadRun, random_workload
+from tests.workloads import Workload, WorkloadRun, random_workload, windowed
 
 Visiting = Callable[..., AbstractContextManager[Watched]]
 
@@ -50,12 +50,14 @@ def opened(visiting: Visiting, small: Path) -> Iterator[Any]:
         yield watched.page
 
 
-@pytest.mark.parametrize("seed", [3, 8, 21])
+@pytest.mark.parametrize(
+    "workload", [random_workload(3), random_workload(8), random_workload(21), windowed(3), windowed(4)]
+)
 def test_every_step_of_a_random_run_can_be_drawn_forward_and_back(
-    visiting: Visiting, tmp_path: Path, seed: int
+    visiting: Visiting, tmp_path: Path, workload: Workload
 ) -> None:
     heard: list[Event] = []
-    WorkloadRun(random_workload(seed), listeners=[heard.append]).to_the_end()
+    WorkloadRun(workload, listeners=[heard.append]).to_the_end()
     (tmp_path / "run.html").write_text(page(as_data("", heard)))
     with visiting(tmp_path / "run.html") as watched:
         sentences = watched.page.evaluate(
@@ -70,6 +72,65 @@ def test_every_step_of_a_random_run_can_be_drawn_forward_and_back(
         )
         assert sentences[0] == sentences[1]
         assert not re.search(r"undefined|NaN|null", " ".join(sentences[0]))
+
+
+LAYERS = [(None, 5), (7,), (None, 4, 4)]
+
+
+@pytest.mark.parametrize("windows", LAYERS, ids=str)
+def test_a_table_for_each_group_of_layers_is_drawn_with_the_holes_that_a_window_has_left(
+    visiting: Visiting, tmp_path: Path, windows: tuple[int | None, ...]
+) -> None:
+    model = Storyteller(["one two three four five six seven eight nine ten"])
+    with record("Windows", model.decode) as run:
+        engine = model.engine(num_blocks=16, block_size=2, max_model_len=12, group_windows=windows)
+        engine.add_request(model.encode("one two three four five six"), SamplingParams(max_tokens=5, temperature=0))
+        while engine.has_unfinished_requests():
+            engine.step()
+    (tmp_path / "run.html").write_text(run.page())
+    look = """(stepper) => {
+      const text = (node) => node.textContent.replace(/\\s+/g, " ").trim();
+      const tables = [...stepper.seqs.querySelectorAll(".table")];
+      return [
+        tables.map((table) => [...table.children].map((li) => text(li.lastChild))),
+        tables.map((table) => table.previousElementSibling.textContent),
+        tables.map((table) => [...table.querySelectorAll(".tok")].map(text)),
+        [...stepper.arrows.children].map((path) => path.dataset.to),
+        [...stepper.fold.at(stepper.n).sequences.values()].map((s) => s.table),
+        stepper.moved()[1],
+      ];
+    }"""
+    labels = [f"group {i}, {f'last {window}' if window else 'all'}" for i, window in enumerate(windows)]
+    passed = 0
+    with visiting(tmp_path / "run.html", viewport={"width": 1200, "height": 900}) as watched:
+        words = [model.words[token] for token in range(len(model.words))]
+        for event, seen in zip(run.events, watched.page.evaluate(EACH_STEP, look), strict=True):
+            tables, titles, tokens, arrows, sequences, word = seen
+            if not (sequences and sequences[0]):
+                assert tables == []
+                continue
+            assert titles == labels
+            groups = [sequences[0][group :: len(windows)] for group in range(len(windows))]
+            assert [[entry.split(" (")[0] for entry in table] for table in tables] == [
+                [f"{i} → {'-' if block < 0 else block}" for i, block in enumerate(table)] for table in groups
+            ]
+            in_blocks = sum(int(entry.split("(")[1][0]) for entry in tables[0] if "(" in entry)
+            filled = in_blocks + 2 * groups[0].count(-1)
+            for table, shown in zip(groups, tokens, strict=True):
+                assert shown == words[2 * table.count(-1) : filled], "a hole shows no tokens"
+            assert sorted(arrows) == sorted(f"block {block}" for block in sequences[0] if block >= 0)
+            assert (word == "passed") == (event.name == "blocks_passed")
+            passed += event.name == "blocks_passed"
+        assert passed >= 2
+        legend = watched.page.locator(".legend").text_content()
+    assert "a hole: the window has passed" in legend
+
+
+def test_a_model_without_windows_has_neither_labels_nor_holes(opened: Any) -> None:
+    opened.get_by_role("slider").fill("7")
+    assert opened.locator(".table").count() == opened.locator(".seq").count() > 0
+    assert opened.locator("small").count() == 0
+    assert "hole" not in opened.locator(".legend").text_content()
 
 
 def test_what_the_floor_below_the_prefix_cache_keeps_is_shown_in_the_host_pool(

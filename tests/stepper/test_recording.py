@@ -226,6 +226,42 @@ def test_the_line_lit_is_the_one_that_is_named() -> None:
     assert named > len(run.events) - 5  # the second of two tokens that come from one loop, and the first event of all
 
 
+def windowed(prompts: list[tuple[str, int]], max_tokens: int, **sizes: Any) -> Recording:
+    """A model with a group of layers that see everything, and one with a window of three tokens. `prompts`: each with
+    its number of samples."""
+    model = Storyteller(["one two three four five six seven eight", "one two three four FIVE SIX", "a b c d e f g"])
+    with record("Windows", model.decode) as run:
+        engine = model.engine(block_size=2, max_model_len=8, group_windows=(None, 3), **sizes)
+        for prompt, n in prompts:
+            engine.add_request(model.encode(prompt), SamplingParams(n=n, max_tokens=max_tokens, seed=1))
+        while engine.has_unfinished_requests():
+            engine.step()
+    return run
+
+
+def test_the_lines_of_tables_with_groups_are_lit() -> None:
+    prompts = [("one two three", 2), ("one two three four five", 1), ("one two three four five", 1), ("a b c d e", 1)]
+    cached = windowed(prompts, 3, num_blocks=12, enable_prefix_caching=True)
+    swapped = windowed(2 * [("one two three", 1)], 5, num_blocks=9, num_swap_blocks=12, preemption="swap")
+    lit = [
+        (event.name, function)
+        for run in (cached, swapped)
+        for event, (function, _) in zip(run.events, lit_lines(run), strict=True)
+    ]
+    assert {name: function for name, function in lit if function.startswith("Grouped")} == {
+        "block_copied": "GroupedTable.append",
+        "blocks_passed": "GroupedTable.give_back",
+        "block_cached": "GroupedPrefixCache.publish",
+        "block_deduplicated": "GroupedTable.replace",
+        "block_evicted": "GroupedPrefixCache._drop",
+        "prefix_reused": "GroupedTable.adopt",
+        "sequence_forked": "GroupedTable.fork",
+        "swapped_out": "GroupedTable.relocate",
+        "swapped_in": "GroupedTable.relocate",
+        "tokens_computed": "GroupedTable.append",
+    }
+
+
 def lit_lines(run: Recording) -> list[tuple[str, str]]:
     """The function and the text of the line that is lit at each event; empty where none is."""
     data, lit = run.data(), list[tuple[str, str]]()

@@ -198,6 +198,7 @@ class Engine:
             blocks_used=used,
             blocks_cached=self.blocks.num_cached,
             blocks_saved=self.blocks.num_entries - used,
+            entries_by_group=tuple(self.blocks.entries_by_group),
             paged=replace(stats.paged),
             contiguous=replace(stats.contiguous),
         )

@@ -72,7 +72,7 @@ class GroupedBlockManager(BlockManager):
         config: EngineConfig = parts[0]
         self.windows = config.group_windows
         self.num_groups = len(config.group_windows)
-        self._num_holes = 0  # in all tables on the device
+        self._holes = [0] * self.num_groups  # by group, in all tables on the device
         self._most_at_once = most_at_once(config.max_num_batched_tokens, config.async_scheduling)
         self._nodes: GroupedPrefixCache | None = None
         if config.enable_prefix_caching:
@@ -81,7 +81,12 @@ class GroupedBlockManager(BlockManager):
 
     @property
     def num_filled(self) -> int:
-        return self.num_groups * self.num_tokens - self.block_size * self._num_holes
+        return self.num_groups * self.num_tokens - self.block_size * sum(self._holes)
+
+    @property
+    def entries_by_group(self) -> Sequence[int]:
+        logical = (self.num_entries + sum(self._holes)) // self.num_groups  # logical blocks, of all tables
+        return [logical - holes for holes in self._holes]
 
     # --- Available blocks -------------------------------------------------------------------------
 
@@ -179,7 +184,10 @@ class GroupedBlockManager(BlockManager):
 
     def _count(self, sequence: SequenceState, sign: int) -> None:
         super()._count(sequence, sign)
-        self._num_holes += sign * _table(sequence).num_holes
+        self._count_holes(_table(sequence).holes, sign)
+
+    def _count_holes(self, holes: Sequence[int], sign: int) -> None:
+        self._holes = [before + sign * more for before, more in zip(self._holes, holes, strict=True)]
 
     # --- Giving back ------------------------------------------------------------------------------
 
@@ -200,15 +208,16 @@ class GroupedBlockManager(BlockManager):
         if passed := _table(sequence).give_back(num_computed):
             entries, blocks = zip(*passed, strict=True)
             self.num_entries -= len(blocks)
-            self._num_holes += len(blocks)
+            for entry in entries:
+                self._holes[entry % self.num_groups] += 1
             if self._nodes:
                 self._nodes.released(blocks)
             self._emit(BlocksPassed(sequence.sequence_id, entries, blocks))
 
     def free(self, sequence: SequenceState) -> None:
-        holes = 0 if sequence.swapped else _table(sequence).num_holes
+        holes = [0] * self.num_groups if sequence.swapped else [*_table(sequence).holes]
         super().free(sequence)
-        self._num_holes -= holes
+        self._count_holes(holes, -1)
 
 
 def catches_up(request: Request) -> bool:

@@ -71,8 +71,9 @@ class GroupedTable(BlockTable):
         return len(self._windows)
 
     @property
-    def num_holes(self) -> int:
-        return sum(self._given_back)
+    def holes(self) -> Sequence[int]:
+        """The number of holes in each group."""
+        return self._given_back
 
     def blocks_needed(self, num_new_tokens: int) -> int:
         new = self._entries_for(self._num_tokens + num_new_tokens) - len(self._entries)

@@ -70,6 +70,11 @@ class Memory(ABC):
         return self.num_tokens
 
     @property
+    def entries_by_group(self) -> Sequence[int]:
+        """`num_entries`, divided by groups of layers."""
+        return [self.num_entries]
+
+    @property
     def num_used(self) -> int:
         """Blocks that sequences hold."""
         return self.allocator.num_blocks - self.num_available

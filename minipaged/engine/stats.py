@@ -69,6 +69,10 @@ class Stats:
     """Blocks held by the prefix cache only."""
     blocks_saved: int = 0
     """Block-table entries beyond the first that hold the same block."""
+    entries_by_group: tuple[int, ...] = ()
+    """Block-table entries in each group of layers. Only `Engine.current_stats` counts them."""
+    blocks_passed: int = 0
+    """Blocks given back because the windows of their layers had passed them."""
     peak_blocks_used: int = 0
     blocks_copied: int = 0
     """Blocks copied on write."""
@@ -117,6 +121,8 @@ class Stats:
                 self.tokens_recomputed += event.recomputed
             case ev.BlockCopied():
                 self.blocks_copied += 1
+            case ev.BlocksPassed():
+                self.blocks_passed += len(event.blocks)
             case ev.RequestAdmitted():
                 self.prefix_cache_query_tokens += event.num_looked_up
             case ev.PrefixReused() if event.source == "cache":

@@ -111,6 +111,8 @@ class PoolState:
     """Block -> the number of its filled slots. Blocks without holders are left out."""
     num_filled: int = 0
     """The number of filled slots over all held blocks."""
+    by_group: Counter[int] = field(default_factory=Counter)
+    """Group of layers -> the number of held blocks with keys and values of its layers."""
     last_request: dict[int, str] = field(default_factory=dict)
     """Block -> the last request to give it back."""
     most_used: int = 0
@@ -118,8 +120,9 @@ class PoolState:
     highest: int = -1
     """The highest block number ever held."""
 
-    def hold(self, block: int, sequence: LiveSequence, filled: int) -> None:
-        """Note that a sequence's table holds the block once more. `filled`: the number of the block's filled slots."""
+    def hold(self, block: int, sequence: LiveSequence, entry: int, filled: int) -> None:
+        """Note that an entry of a sequence's table holds the block. `filled`: the number of its filled slots."""
+        self.by_group[entry % sequence.num_groups] += block not in self.holders
         self.holders.setdefault(block, []).append(sequence.number)
         self.highest = max(self.highest, block)
         self.most_used = max(self.most_used, len(self.holders))
@@ -130,14 +133,15 @@ class PoolState:
         self.num_filled += filled - self.filled.get(block, 0)
         self.filled[block] = filled
 
-    def release(self, block: int, sequence: LiveSequence) -> None:
-        """Note that a sequence's table holds the block once less. With the last holder gone, keep the request's name in
-        `last_request`."""
+    def release(self, block: int, sequence: LiveSequence, entry: int) -> None:
+        """Note that an entry of a sequence's table no longer holds the block. With the last holder gone, keep the
+        request's name in `last_request`."""
         holders = self.holders[block]
         holders.remove(sequence.number)
         if not holders:
             del self.holders[block]
             self.num_filled -= self.filled.pop(block)
+            self.by_group[entry % sequence.num_groups] -= 1
             self.last_request[block] = sequence.request.name
 
     def copy(self) -> PoolState:
@@ -146,6 +150,7 @@ class PoolState:
             {block: [*holders] for block, holders in self.holders.items()},
             dict(self.filled),
             self.num_filled,
+            Counter(self.by_group),
             dict(self.last_request),
             self.most_used,
             self.highest,
@@ -210,6 +215,11 @@ class State:
     def num_free(self) -> int:
         """The number of device blocks that neither a sequence nor the prefix cache holds."""
         return self.device.num_blocks - len(self.device.holders) - self.num_cached_only
+
+    @property
+    def held_by_group(self) -> list[int]:
+        """For each group of layers, the number of device blocks that sequences hold."""
+        return [self.device.by_group[group] for group in range(len(self.group_windows))]
 
     @property
     def swapped(self) -> list[LiveRequest]:
@@ -405,8 +415,8 @@ class State:
         self.contiguous_tokens += num_tokens - start
         sequence.table += new_blocks
         sequence.num_computed = num_tokens
-        for block in new_blocks:
-            self.device.hold(block, sequence, 0)
+        for entry, block in enumerate(new_blocks, len(sequence.table) - len(new_blocks)):
+            self.device.hold(block, sequence, entry, 0)
         # A faulty allocator can leave the table with too few blocks for its tokens. Such a run is followed too.
         groups = sequence.num_groups
         for entry in range(start // size * groups, min(len(sequence.table), -(-num_tokens // size) * groups)):
@@ -434,7 +444,7 @@ class State:
         pool = self._pool_of(sequence)
         for entry, block in enumerate(blocks):
             if block != HOLE:
-                pool.hold(block, sequence, sequence.filled(entry, self.block_size))
+                pool.hold(block, sequence, entry, sequence.filled(entry, self.block_size))
         if blocks and not sequence.swapped:
             self.num_on_device += 1
             self.contiguous_tokens += num_computed
@@ -443,8 +453,8 @@ class State:
         """Replace a table entry by another block with the same content."""
         sequence = self.sequences[number]
         self._check_entry(sequence, entry, old)
-        self.device.release(old, sequence)
-        self.device.hold(new, sequence, sequence.filled(entry, self.block_size))
+        self.device.release(old, sequence, entry)
+        self.device.hold(new, sequence, entry, sequence.filled(entry, self.block_size))
         sequence.table[entry] = new
 
     def _check_entry(self, sequence: LiveSequence, entry: int, block: int) -> None:
@@ -456,15 +466,17 @@ class State:
     def _pass(self, sequence: LiveSequence, event: ev.BlocksPassed) -> None:
         for entry, block in zip(event.entries, event.blocks, strict=True):
             self._check_entry(sequence, entry, block)
-            self.device.release(block, sequence)
+            self.device.release(block, sequence, entry)
             sequence.table[entry] = HOLE
+        self.counts["blocks passed"] += len(event.blocks)
 
     def _give_back(self, sequence: LiveSequence, blocks: tuple[int, ...]) -> None:
         if sequence.blocks != list(blocks):
             raise ValueError(f"sequence {sequence.number} holds blocks {sequence.blocks}, not {list(blocks)}")
         pool = self._pool_of(sequence)
-        for block in blocks:
-            pool.release(block, sequence)
+        for entry, block in enumerate(sequence.table):
+            if block != HOLE:
+                pool.release(block, sequence, entry)
         if not sequence.swapped:
             self.num_on_device -= 1
             self.contiguous_tokens -= sequence.num_computed
@@ -482,8 +494,8 @@ class State:
         for sequence in request.sequences:
             for entry, block in enumerate(sequence.table):
                 if block != HOLE:
-                    source.release(block, sequence)
-                    target.hold(new[block], sequence, sequence.filled(entry, self.block_size))
+                    source.release(block, sequence, entry)
+                    target.hold(new[block], sequence, entry, sequence.filled(entry, self.block_size))
             sequence.table = [HOLE if block == HOLE else new[block] for block in sequence.table]
             sequence.swapped = to_host
             if sequence.table:

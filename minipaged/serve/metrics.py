@@ -1,8 +1,9 @@
 """The server's metrics for Prometheus: latencies of requests, use of the KV memory, and savings by paging.
 
 Names, labels, buckets and the interval of each latency are those of vLLM 0.33 (its `v1/metrics`), so that its Grafana
-dashboard works unchanged. Metrics that vLLM does not have are named `minipaged:...`: blocks by state, copies on write,
-swapped blocks, recomputed tokens, and the waste of the paper's Fig. 2.
+dashboard works unchanged. Metrics that vLLM does not have are named `minipaged:...`: blocks by state, entries of block
+tables by group of layers, copies on write, blocks that windows have passed, swapped blocks, recomputed tokens, and the
+waste of the paper's Fig. 2.
 
     arrival      added to the engine   first scheduled        first token            last token
        |                  |-------- queue ----|------- prefill ------|------- decode -------|
@@ -293,6 +294,15 @@ class Metrics:
         for state, number in {"free": free, "held": stats.blocks_used, "cached": stats.blocks_cached}.items():
             self._add(blocks, number, {"state": state})
         yield blocks
+        entries = GaugeMetricFamily(
+            "minipaged:table_entries",
+            "Block-table entries by group of layers, with the group's window in tokens. A shared block counts in each.",
+            labels=[*self._labels, "group", "window"],
+        )
+        for group, window in enumerate(config.group_windows):
+            number = stats.entries_by_group[group] if stats.entries_by_group else 0
+            self._add(entries, number, {"group": str(group), "window": "all" if window is None else str(window)})
+        yield entries
         yield self._waste(stats)
 
     def _waste(self, stats: Stats) -> Metric:
@@ -339,6 +349,7 @@ class Metrics:
         yield counter("minipaged:prefix_cache_evictions", "Cached blocks given up.", stats.prefix_cache_evictions)
         yield counter("minipaged:preemptions", "Preemptions by mode.", preemptions, "mode")
         yield counter("minipaged:blocks_copied", "Blocks copied on write.", stats.blocks_copied)
+        yield counter("minipaged:blocks_passed", "Blocks given back for windows passed them.", stats.blocks_passed)
         yield counter("minipaged:blocks_swapped", "Blocks copied to the host and back.", swapped, "direction")
         yield counter(
             "minipaged:blocks_handed_over",

@@ -39,7 +39,7 @@ def test_blocks_before_the_window_are_given_back_and_leave_holes() -> None:
     assert table.give_back(8) == [(1, entries[1]), (3, entries[3])]  # position 8 sees 5 to 8: all but blocks 0 and 1
     assert table.entries == [entries[0], HOLE, entries[2], HOLE, *entries[4:]]
     assert table.blocks == [entries[0], entries[2], *entries[4:]]
-    assert table.num_holes == 2
+    assert table.holes == [0, 2]
     assert table._allocator.num_free == 40 - 6
     assert table.give_back(8) == []
     assert [entry for entry, _ in table.give_back(9)] == [5]  # position 9 sees 6 to 9
@@ -59,7 +59,7 @@ def test_a_fork_shares_holes_and_copies_a_last_block_in_each_group() -> None:
     table.give_back(7)
     child = table.fork()
     assert child.entries == table.entries
-    assert child.num_holes == table.num_holes == 2
+    assert child.holes == table.holes == [0, 2]
     assert child.blocks_needed(1) == 2
     ends = table.entries[-2:]
     assert child.append(1) == list(zip(ends, child.entries[-2:], strict=True))
@@ -90,7 +90,7 @@ def test_holes_stay_where_they_are_when_blocks_move() -> None:
     assert [entry == HOLE for entry in table.entries] == [False, True, False, True, False, False, False, False]
     table.trim(0)
     assert there.num_free == 9
-    assert table.num_holes == 0
+    assert table.holes == [0, 0]
 
 
 # --- The prefix cache -------------------------------------------------------------------------------

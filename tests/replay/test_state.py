@@ -13,6 +13,7 @@ import pytest
 from minipaged.engine.grouped_prefix_cache import GroupedPrefixCache
 from minipaged.engine.prefix_cache import PrefixCache
 from minipaged.events import (
+    HOLE,
     BlockCached,
     BlockCopied,
     BlockDeduplicated,
@@ -100,6 +101,10 @@ def check_invariants(state: State, event: Event) -> None:
         assert {block: len(holders) for block, holders in pool.holders.items()} == entries, "exact-references"
         assert pool.num_filled == sum(pool.filled.values())
         assert pool.filled.keys() == entries.keys()
+        tables = [sequence.tables() for sequence in state.sequences.values() if sequence.swapped == host]
+        for group in range(len(state.group_windows)):
+            held = {block for each in tables for block in each[group] if block != HOLE}
+            assert pool.by_group[group] == len(held)
     held = state.device.holders.keys() | state.cached
     assert state.num_free + len(held) == state.device.num_blocks, "conservation"
     if isinstance(event, TokensComputed):
@@ -205,7 +210,7 @@ def whole(state: State) -> dict[str, Any]:
         return (r.name, r.order, r.queue, sequences, r.preempted, r.joining)
 
     def pool(p: PoolState) -> tuple[Any, ...]:
-        return (p.holders, p.filled, p.num_filled, p.last_request, p.most_used, p.highest)
+        return (p.holders, p.filled, p.num_filled, p.by_group, p.last_request, p.most_used, p.highest)
 
     return summary(state) | {
         "requests": [request(r) for r in state.requests.values()],

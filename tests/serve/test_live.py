@@ -44,7 +44,7 @@ from minipaged.stepper import Storyteller
 from minipaged.tiers import ReferenceTier, reference_tier
 from tests.browser import Watched, axe_script, axe_violations
 from tests.serve.harness import PATIENCE_S, Served, served, wait_until
-from tests.workloads import WorkloadRun, random_workload
+from tests.workloads import Workload, WorkloadRun, random_workload, windowed
 
 Json = dict[str, Any]
 MODEL = Storyteller([" ".join(f"word{i}" for i in range(4000))])
@@ -108,6 +108,8 @@ class Page:
             state.num_generated,
         ]
         assert self.figures[-1][8] == len(state.device.holders)
+        windows = any(state.group_windows)
+        assert self.figures[-1][10:] == [state.held_by_group, state.counts["blocks passed"]] * windows
 
 
 def cells(state: State, pool: PoolState) -> dict[int, tuple[int, ...]]:
@@ -120,9 +122,9 @@ def cells(state: State, pool: PoolState) -> dict[int, tuple[int, ...]]:
     return found
 
 
-def events_of(seed: int) -> list[Event]:
+def events_of(workload: Workload) -> list[Event]:
     heard: list[Event] = []
-    WorkloadRun(random_workload(seed), listeners=[heard.append]).to_the_end()
+    WorkloadRun(workload, listeners=[heard.append]).to_the_end()
     return heard
 
 
@@ -130,9 +132,16 @@ def test_the_frames_of_slow_and_quick_pages_add_up_to_the_state() -> None:
     """After any number of events, for whoever reads then: however much he has left out."""
     seen: set[str] = set()
     for seed in range(12):
-        seen |= follow_with_pages(events_of(seed))
+        seen |= follow_with_pages(events_of(random_workload(seed)))
     assert seen > {"swapped_in", "prefix_reused", "sequence_forked", "block_copied", "block_deduplicated"}
     assert seen > {"block_evicted", "request_preempted", "beam_finished"}
+
+
+def test_so_do_they_where_layers_are_in_groups() -> None:
+    seen: set[str] = set()
+    for seed in (2, 9, 17, 21, 37):
+        seen |= follow_with_pages(events_of(windowed(seed)))
+    assert seen > {"blocks_passed", "prefix_reused", "sequence_forked", "block_copied"}
 
 
 def follow_with_pages(events: list[Event]) -> set[str]:
@@ -303,7 +312,7 @@ def test_figures_are_bounded() -> None:
 
 
 def test_many_pages_share_what_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    events, watch = events_of(3), Watch(interval=0.001)
+    events, watch = events_of(random_workload(3)), Watch(interval=0.001)
     told: list[int] = []
     tell_since = Watch._tell_since
     monkeypatch.setattr(Watch, "_tell_since", lambda self, seen: told.append(seen) or tell_since(self, seen))
@@ -485,9 +494,14 @@ def open_page(browser: Browser, teller: LoadedModel) -> Iterator[Callable[..., O
         opened: list[Opened] = []
 
         def open_page(
-            num_blocks: int = 64, step_seconds: float = 0.005, num_swap_blocks: int = 8, **settings: Any
+            num_blocks: int = 64,
+            step_seconds: float = 0.005,
+            num_swap_blocks: int = 8,
+            windows: tuple[int | None, ...] = (),
+            **settings: Any,
         ) -> Opened:
-            running = stack.enter_context(served(teller, num_blocks=num_blocks, num_swap_blocks=num_swap_blocks))
+            model = replace(teller, config=replace(teller.config, layer_windows=windows))
+            running = stack.enter_context(served(model, num_blocks=num_blocks, num_swap_blocks=num_swap_blocks))
             stack.enter_context(running.slow(step_seconds))
             client = stack.enter_context(httpx.Client(timeout=PATIENCE_S))
             found = Opened(running, Watched(browser, **settings), client, stack)
@@ -536,6 +550,7 @@ def test_the_page_shows_what_the_engine_has(open_page: Callable[..., Opened]) ->
     names = [[name.rpartition("-")[0], *rest] for name, *rest in shown["names"]]
     assert names == [["cmpl-first", "finished", 90], ["cmpl-second", "finished", 10]]
     assert page.locator("#model").text_content() == "tiny"
+    assert page.locator("#groups").is_hidden()
     captions = " ".join(page.locator("figcaption").all_text_contents())
     assert "running, waiting (dashed), swapped (dotted): 0, 0, 0" in captions
     until(page, "document.querySelector('#plots').textContent.includes('tokens a second: 0')")  # a second later
@@ -551,6 +566,24 @@ def test_the_page_shows_what_the_engine_has(open_page: Callable[..., Opened]) ->
     assert cut < 1000 <= most
     ends = [float(end) for end in re.findall(r"V([\d.]+)", plot.locator("path").get_attribute("d"))]
     assert sorted(ends)[:3] == [0, 12, pytest.approx(30)]  # both parts of the broken bar; the longest of the others
+
+
+def test_blocks_are_counted_by_group_of_layers_where_some_have_a_window(open_page: Callable[..., Opened]) -> None:
+    opened = open_page(windows=(None, 40))
+    opened.add("one", 100, 30)
+    opened.until("shown.figures[11] > 0")
+    opened.until("[...shown.requests.values()].every((r) => r.queue === 'finished') && shown.requests.size === 1")
+    state = folded(opened)
+    assert opened.page.locator("#groups").is_visible()
+    assert opened.page.locator("#groups").text_content() == (
+        "Held by layers: 0 in group 0 (sees all), 0 in group 1 (last 40 tokens). "
+        f"Windows have passed {state.counts['blocks passed']} blocks, which were given back."
+    )
+    watch = opened.server.server.serving.watch
+    assert watch
+    held = [(figures[8], *figures[10]) for _, figures in watch._figures]
+    assert all(all_held == first + second for all_held, first, second in held)
+    assert any(first > second > 0 for _, first, second in held)
 
 
 def test_one_can_step_back_and_on_again(open_page: Callable[..., Opened]) -> None:

@@ -8,6 +8,7 @@ import re
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from minipaged.engine.engine import Engine
 from minipaged.engine.stats import Stats
 from minipaged.errors import InvalidRequest
-from minipaged.events import Event, RequestPreempted
+from minipaged.events import HOLE, BlocksPassed, Event, RequestPreempted
 from minipaged.outputs import RequestOutput, RequestUpdate
 from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams
 from minipaged.serve.metrics import Metrics
@@ -29,7 +30,7 @@ from minipaged.steps import StepInput
 from minipaged.testing.content_runner import ContentRunner, GivenRow
 from tests.effort import examples, scaled
 from tests.engine.test_failure_injection import WORKLOADS, Fault
-from tests.workloads import REFERENCE, Workload, letters, random_workload
+from tests.workloads import REFERENCE, Workload, letters, random_workload, windowed
 
 ROOT = Path(__file__).parent.parent.parent
 Params = SamplingParams | BeamSearchParams
@@ -85,6 +86,7 @@ COUNTERS = {
     "minipaged:prefix_cache_evictions": (),
     "minipaged:preemptions": ("mode",),
     "minipaged:blocks_copied": (),
+    "minipaged:blocks_passed": (),
     "minipaged:blocks_handed_over": ("direction",),
     "minipaged:floor_blocks": ("direction",),
     "minipaged:blocks_swapped": ("direction",),
@@ -104,6 +106,7 @@ GAUGES = {
     ),
     "minipaged:blocks": ("state",),
     "minipaged:blocks_saved": (),
+    "minipaged:table_entries": ("group", "window"),
     "minipaged:kv_slots_share": ("cache", "kind"),
 }
 READ_BY_VLLMS_DASHBOARD = """
@@ -180,7 +183,7 @@ class Server:
                     logits[:1, 1:] = np.nan
                 return logits
 
-        runner = Slow(*sizes)
+        runner = Slow(*sizes, windows=config.group_windows)
         self.engine = Engine(config, REFERENCE, runner, decode=letters, clock=lambda: self.now)
         runner.engine = self.engine
         self.metrics = Metrics("tiny", config)
@@ -303,6 +306,8 @@ def check_counts(server: Server, reading: Reading) -> None:
     assert 0 <= hits <= queries
     assert reading("minipaged:prefix_cache_evictions_total") == stats.prefix_cache_evictions
     assert reading("minipaged:blocks_copied_total") == stats.blocks_copied
+    assert reading("minipaged:blocks_passed_total") == stats.blocks_passed
+    check_groups(server, reading)
     assert reading("minipaged:blocks_swapped_total", direction="out") == stats.blocks_swapped_out
     assert reading("minipaged:blocks_swapped_total", direction="in") == stats.blocks_swapped_in
     assert reading("minipaged:blocks_handed_over_total", direction="stored") == stats.blocks_stored
@@ -361,6 +366,42 @@ def serve(workload: Workload, seed: int) -> Server:
     return server
 
 
+def check_groups(server: Server, reading: Reading) -> None:
+    """The entries of each group of layers are those of the tables, and add up to the blocks that sequences hold."""
+    engine, windows = server.engine, server.engine.config.group_windows
+    tables = [s.entries for request in engine._requests.values() for s in request.sequences if not s.swapped]
+    entries = [
+        reading("minipaged:table_entries", group=str(group), window=str(window or "all"))
+        for group, window in enumerate(windows)
+    ]
+    assert entries == [
+        sum(block != HOLE for table in tables for block in table[group :: len(windows)])
+        for group in range(len(windows))
+    ]
+    assert sum(entries) == reading("minipaged:blocks", state="held") + reading("minipaged:blocks_saved")
+
+
+def test_entries_of_tables_are_counted_by_group_of_layers_and_what_windows_give_back_too() -> None:
+    happened: Counter[str] = Counter()
+    for seed in (2, 9, 17, 21, 22, 37):
+        heard: list[Event] = []
+        server = Server(windowed(seed).config)
+        server.engine.listeners.append(heard.append)
+        for one in windowed(seed).requests:
+            with suppress(InvalidRequest):
+                server.add(one.params, one.prompt)
+        while server.engine.has_unfinished_requests():
+            server.step()
+            check_groups(server, Reading(server.metrics))
+        passed = sum(len(event.blocks) for event in heard if isinstance(event, BlocksPassed))
+        assert Reading(server.metrics)("minipaged:blocks_passed_total") == passed
+        happened.update(event.name for event in heard)
+    assert happened["blocks_passed"] > 50
+    assert happened["swapped_out"]
+    assert happened["prefix_reused"]
+    assert happened["sequence_forked"]
+
+
 @scaled
 def test_the_metrics_are_what_outputs_and_statistics_say() -> None:
     """Over crowded workloads: preemption both ways, sharing, beams, requests that are cancelled, fail or are refused,
@@ -380,15 +421,18 @@ def test_the_metrics_are_what_outputs_and_statistics_say() -> None:
             {f"{name} {sorted(labels)}": int(value > 0) for (name, labels), value in reading.values.items()}
         )
     never = [sample for sample, number in happened.items() if number == 0 and "_bucket" not in sample]
-    # Paging reserves nothing; when all has ended, nobody runs, waits or holds blocks; and there is no other engine.
+    # Paging reserves nothing; when all has ended, nobody runs, waits or holds blocks; there is no other engine, and no
+    # window.
     assert sorted(never) == [
         "minipaged:blocks [('state', 'held')]",
         "minipaged:blocks_handed_over_total [('direction', 'loaded')]",
         "minipaged:blocks_handed_over_total [('direction', 'stored')]",
+        "minipaged:blocks_passed_total []",
         "minipaged:blocks_saved []",
         "minipaged:floor_blocks_total [('direction', 'down')]",
         "minipaged:floor_blocks_total [('direction', 'up')]",
         "minipaged:kv_slots_share [('cache', 'paged'), ('kind', 'reserved')]",
+        "minipaged:table_entries [('group', '0'), ('window', 'all')]",
         "vllm:admission_rejections_total [('reason', 'max_num_queued_reqs')]",
         "vllm:admission_rejections_total [('reason', 'max_num_queued_tokens')]",
         "vllm:kv_cache_usage_perc []",

@@ -69,7 +69,7 @@ class Blocks {
 
 class State {
   constructor() {
-    this.sizes = [0, 0, 1, 1]; // device blocks, host blocks, slots per block, tokens of the longest sequence
+    this.sizes = [0, 0, 1, 1, [null]]; // device blocks, host blocks, slots per block, tokens of the longest sequence, windows
     this.device = new Blocks(0);
     this.host = new Blocks(0);
     this.requests = new Map(); // number -> {number, id, queue, letters, prompt, found, runs, ttft, generated}
@@ -475,11 +475,22 @@ const drawHistory = () => {
   say(find("moment"), `${text} The last ${KEPT} changes are kept, of at most ten a second.`);
 };
 
+/** Say how many blocks each group of layers holds, if some layers have a window. */
+const drawGroups = () => {
+  const [, , , , windows] = state.sizes;
+  const [held, passed] = state.figures.slice(TTFT + 1);
+  find("groups").hidden = !held;
+  if (!held) return;
+  const groups = windows.map((window, i) => `${held[i]} in group ${i} (${window === null ? "sees all" : `last ${count(window, "token")}`})`);
+  say(find("groups"), `Held by layers: ${groups.join(", ")}. Windows have passed ${count(passed, "block")}, which were given back.`);
+};
+
 const drawMemory = () => {
   const {sizes, device, host} = state;
   const {held, shared, cached, free} = device.counts();
   say(find("counts"), `Device memory: ${count(sizes[0], "block")} of ${count(sizes[2], "slot")}: ${held} held`
     + ` (${shared} shared), ${cached} only cached, ${free} free`);
+  drawGroups();
   find("host-memory").hidden = !host.length;
   const onHost = host.counts().held;
   say(find("host-counts"), `Host memory: ${onHost || "none"} of ${count(host.length, "block")} held`);

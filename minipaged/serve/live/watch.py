@@ -13,14 +13,16 @@ the running requests, and a few that have ended.
 A frame is JSON:
 
     whole         whether the page must forget all earlier frames; such a frame has `sizes` too
-    sizes         device blocks, host blocks, slots per block, tokens of the longest sequence
+    sizes         device blocks, host blocks, slots per block, tokens of the longest sequence, and the windows of the
+                  groups of layers in tokens (null: they see everything)
     device, host  runs of equal blocks: [first, number, letter, holders, filled slots, cached]; the letter is the first
                   holder's, as its index in replay.LETTERS, 52 for a holder without a letter, -1 without a holder
     requests      [number, id, queue or reason of its end, letters, prompt tokens, tokens found in the prefix cache, the
                   runs of blocks that held those, TTFT in ms, generated tokens]
     grown         [number, generated tokens] of requests of which nothing else has changed
     figures       [seconds, step, running, waiting, swapped, generated tokens, tokens looked up in the prefix cache,
-                  tokens found there, blocks held, TTFT in ms], one per version; the tokens are sums since the start
+                  tokens found there, blocks held, TTFT in ms], one per version; the tokens are sums since the start.
+                  If some layers have a window, also: [blocks held in each group], blocks that windows have passed
     error         why the watch can no longer follow the events; only if that is so
 """
 
@@ -119,7 +121,8 @@ class Watch:
     def of(cls, engine: Engine) -> Watch:
         """Make a watch of an engine that has not run yet. Its pages show the engine's memory from the beginning."""
         watch, config = cls(), engine.config
-        watch(ev.EngineStarted(config.num_blocks, config.num_swap_blocks, config.block_size, config.max_model_len))
+        sizes = (config.num_blocks, config.num_swap_blocks, config.block_size, config.max_model_len)
+        watch(ev.EngineStarted(*sizes, config.group_windows))
         engine.listeners.append(watch)  # the engine sends EngineStarted again, before its first other event
         return watch
 
@@ -182,7 +185,7 @@ class Watch:
         self._version += 1
         state = self.state
         ttft, self._ttft = self._ttft, None
-        figures = (
+        figures: tuple[Any, ...] = (
             round(self.now, 3),
             state.step,
             len(state.running),
@@ -194,6 +197,8 @@ class Watch:
             len(state.device.holders),
             _milliseconds(ttft),
         )
+        if any(state.group_windows):
+            figures += (state.held_by_group, state.counts["blocks passed"])
         self._figures.append((self._version, figures))
 
     # --- Folding ----------------------------------------------------------------------------------
@@ -356,7 +361,7 @@ class Watch:
         if seen < self._whole_since:
             seen = 0
             sizes = (state.device.num_blocks, state.host.num_blocks, state.block_size, state.max_model_len)
-            frame |= {"whole": True, "sizes": sizes}
+            frame |= {"whole": True, "sizes": (*sizes, state.group_windows)}
         if device := self._runs(state.device, _newer(self._device, seen)):
             frame["device"] = device
         if host := self._runs(state.host, _newer(self._host, seen)):

@@ -66,16 +66,20 @@ class Measures:
     prefix_cache_evictions: int
 
 
-def measure(run: str, stats: Stats, slot_bytes: int, most_sequences: int, seconds: float) -> Measures:
-    """The measurements of a finished run. `slot_bytes`: the bytes of one token's K and V in all layers."""
+def measure(
+    run: str, stats: Stats, slot_bytes: int, most_sequences: int, seconds: float, num_groups: int = 1
+) -> Measures:
+    """The measurements of a finished run. `slot_bytes`: the bytes of one token's K and V in the layers of a block, that
+    is of one group of `num_groups`."""
     slots, steps = stats.blocks_total * stats.block_size, max(1, stats.steps)
+    pool_bytes = slots * slot_bytes
 
-    def memory(use: MemoryUse) -> MemoryBytes:
+    def memory(use: MemoryUse, slot_bytes: int) -> MemoryBytes:
         return MemoryBytes(
             tokens=use.tokens / steps * slot_bytes,
             reserved=use.reserved / steps * slot_bytes,
             internal_fragmentation=use.internal_fragmentation / steps * slot_bytes,
-            free=(slots - use.taken / steps) * slot_bytes,
+            free=pool_bytes - use.taken / steps * slot_bytes,
             share_of_tokens=use.share_of_tokens(),
         )
 
@@ -84,14 +88,14 @@ def measure(run: str, stats: Stats, slot_bytes: int, most_sequences: int, second
         block_size=stats.block_size,
         num_blocks=stats.blocks_total,
         max_model_len=stats.max_model_len,
-        pool_bytes=slots * slot_bytes,
+        pool_bytes=pool_bytes,
         steps=stats.steps,
         seconds=seconds,
         generated_tokens=stats.generated_tokens,
         most_sequences=most_sequences,
-        contiguous_sequences=slots // stats.max_model_len,
-        paged=memory(stats.paged),
-        contiguous=memory(stats.contiguous),
+        contiguous_sequences=slots // (stats.max_model_len * num_groups),
+        paged=memory(stats.paged, slot_bytes),
+        contiguous=memory(stats.contiguous, slot_bytes * num_groups),  # it has a slot in every layer
         peak_blocks_used=stats.peak_blocks_used,
         blocks_saved=(stats.table_entry_steps - stats.block_steps) / steps,
         share_saved=stats.share_saved,

@@ -9,9 +9,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from minipaged.demo.measures import Measures
-from minipaged.demo.scenes import RankPool, Scene, SceneResult, TableRow, Text
+from minipaged.demo.scenes import GroupTable, RankPool, Scene, SceneResult, TableRow, Text
 from minipaged.demo.stage import Stage
 from minipaged.demo.ticker import printable
+from minipaged.events import HOLE
 from minipaged.replay.state import State
 from minipaged.replay.teller import blocks_only
 
@@ -55,9 +56,12 @@ def outcome_lines(outcome: SceneResult) -> list[str]:
         tree = [line if len(line) <= WIDTH - 4 else line[: WIDTH - 8] + " ..." for line in outcome.tree]
         lines += [f"{INDENT}where the beams part, and their scores", *(INDENT + line for line in tree), ""]
     lines += [wrapped for line in outcome.story for wrapped in _wrap(line, hang=10)]
-    lines += [*_table_lines(outcome.block_table), *_pool_lines(outcome.rank_pools), ""]
+    lines += [*_table_lines(outcome.block_table), *_pool_lines(outcome.rank_pools)]
+    lines += [*_group_lines(outcome.group_tables), ""]
     fullest = max(outcome.runs, key=lambda run: run.peak_blocks_used / run.num_blocks)
-    lines += [*_memory_lines(fullest, named=len(outcome.runs) > 1), "", *_count_lines(outcome.runs)]
+    for run in outcome.runs if outcome.group_tables else [fullest]:
+        lines += [*_memory_lines(run, named=len(outcome.runs) > 1), ""]
+    lines += _count_lines(outcome.runs)
     if outcome.findings:
         lines += ["", *(line for finding in outcome.findings for line in _wrap("=> " + finding, hang=3))]
     return [*lines, ""]
@@ -95,6 +99,18 @@ def _pool_lines(pools: Sequence[RankPool]) -> Iterator[str]:
     for pool in pools:
         rank, heads = f"rank {pool.rank}", blocks_only(pool.kv_heads)
         line = f"{INDENT}{rank:<8}{heads:>10}{pool.block_bytes:>16,}   {blocks_only(pool.blocks_written)}"
+        yield line if len(line) <= WIDTH else line[: WIDTH - 4] + " ..."
+
+
+def _group_lines(tables: Sequence[GroupTable]) -> Iterator[str]:
+    """The block tables of groups of layers, with their holes, run by run."""
+    if not tables:
+        return
+    yield f"{INDENT}{'tables':<12}{'layers':>7}{'see':>5}{'bytes':>11}  blocks at the end"
+    for table in tables:
+        blocks = "".join("-" if block == HOLE else f" {block}" for block in table.entries).lstrip()
+        seen = "all" if table.window is None else str(table.window)
+        line = f"{INDENT}{table.run:<12}{table.num_layers:>7}{seen:>5}{table.num_bytes:>11,}  {blocks}"
         yield line if len(line) <= WIDTH else line[: WIDTH - 4] + " ..."
 
 

@@ -18,7 +18,7 @@ from minipaged.demo.stage import Arrival, DemoRun, Stage
 from minipaged.demo.ticker import printable
 from minipaged.engine.detokenizer import Decode, text_of
 from minipaged.errors import InvalidRequest
-from minipaged.events import Event
+from minipaged.events import HOLE, Event
 from minipaged.handover.shared_storage import SharedStorageConnector
 from minipaged.models.shards import Shard, shard_of
 from minipaged.outputs import RequestOutput
@@ -90,6 +90,20 @@ class RankPool:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupTable:
+    """The block table of one group of layers at the end of a sequence."""
+
+    run: str
+    num_layers: int
+    window: int | None
+    """The number of tokens that its layers see; None: all."""
+    entries: tuple[int, ...]
+    """The blocks, with -1 for each that was given back because the window had passed it."""
+    num_bytes: int
+    """The bytes of the blocks."""
+
+
+@dataclass(frozen=True, slots=True)
 class SceneResult:
     """The results of a scene."""
 
@@ -107,6 +121,8 @@ class SceneResult:
     """The block table of the first sequence at its end. Only the scene about block tables has it."""
     rank_pools: tuple[RankPool, ...] = ()
     """The pools of the ranks. Only the scene with several ranks has them."""
+    group_tables: tuple[GroupTable, ...] = ()
+    """The block tables of the groups of layers. Only the scene about windows has them."""
     tree: tuple[str, ...] = ()
     """The beams as a tree, in lines. Only the scene about beam search has it."""
 
@@ -437,6 +453,60 @@ def pool_of(shard: Shard, rank: Any) -> RankPool:
     return RankPool(shard.rank, tuple(shard.kv_heads), cache.block_bytes, written)
 
 
+# --- Windows --------------------------------------------------------------------------------------
+
+
+def windows(stage: Stage) -> SceneResult:
+    """Serve a request on a model in which five of six layers see only the last tokens, as in Gemma 3: with one block
+    table for all layers, then with one for each group. (vLLM has groups too; models of the paper's time had no
+    windows.)"""
+    params = SamplingParams(temperature=0, max_tokens=stage.tokens(120), ignore_eos=True)
+    arrivals = [stage.complete(FOUR_SCORE, params)]
+    size = stage.block_size_or(8)
+    seen = [4 * size if layer % 6 else None for layer in range(stage.model.config.num_hidden_layers)]
+    single = stage.in_one_process(1)
+
+    def play(name: str, *, in_groups: bool) -> tuple[DemoRun, list[GroupTable]]:
+        on = single.with_windows(seen, in_groups=in_groups)
+        groups = on.model.config.groups
+        run = on.run(
+            name,
+            arrivals,
+            {"join": 1, "grow": 2, "pass": 3},
+            block_size=size,
+            num_blocks=stage.blocks_of(1024, size) * len(groups.windows),  # each as large as the layers of one group
+            shown_as=name,
+            paced=in_groups,
+            num_swap_blocks=0,
+            enable_prefix_caching=False,
+        )
+        block_bytes = run.measures.pool_bytes // run.measures.num_blocks
+        tables = run.state.finished[0].done[0].tables()
+        return run, [
+            GroupTable(
+                name, groups.of_layer.count(group), window, tuple(table), block_bytes * (len(table) - table.count(HOLE))
+            )
+            for group, (window, table) in enumerate(zip(groups.windows, tables, strict=True))
+        ]
+
+    (one, whole), (grouped, parts) = play("one table", in_groups=False), play("with groups", in_groups=True)
+    before, after = (
+        run.measures.pool_bytes * run.measures.peak_blocks_used // run.measures.num_blocks for run in (one, grouped)
+    )
+    same = all(first_difference(*pair) is None for pair in zip(one.outputs, grouped.outputs, strict=True))
+    findings = [
+        f"The keys and values took at most {before:,} bytes with one table for all layers, and {after:,} with groups "
+        f"({percent(after / before)}): {grouped.state.counts['blocks passed']} blocks were given back on the way.",
+        f"{sum(len(output.outputs[0].token_ids) for output in grouped.outputs)} tokens with groups: "
+        f"{'the same' if same else 'DIFFERENT'} as with one table. This is not the text of {stage.model.folder.name}, "
+        "which was trained without windows.",
+    ]
+    runs = (one, grouped)
+    measures, events = [run.measures for run in runs], tuple(run.events for run in runs)
+    texts = texts_of(arrivals, grouped.outputs)
+    return SceneResult(texts, grouped.story, measures, findings, same, events, group_tables=(*whole, *parts))
+
+
 # --- Two engines ----------------------------------------------------------------------------------
 
 
@@ -598,6 +668,15 @@ TENSOR_PARALLEL = Scene(
     tensor_parallel,
 )
 """Not in SCENES, because a large model would be loaded a second time, into NumPy."""
+WINDOWS = Scene(
+    "windows",
+    "Windows, and a block table for each group of layers",
+    "Watch holes (-) appear in the table: five of six layers see only the last tokens, and give back the blocks that "
+    "their window has passed. The model gets these windows for this scene, so its text is not its own. It is computed "
+    "on the reference tier, whatever the others do, so the times below compare no tiers.",
+    windows,
+)
+"""Not in SCENES, for the same reason."""
 DISAGGREGATED = Scene(
     "disaggregated",
     "One engine prefills, another decodes",

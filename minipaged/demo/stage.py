@@ -21,6 +21,7 @@ from minipaged.engine.engine import Engine
 from minipaged.errors import ModelError
 from minipaged.events import Event, Listener
 from minipaged.handover.kv_connector import KVConnector
+from minipaged.models.layer_groups import LayerGroups
 from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, KVCacheDtype, RequestOutputKind, SamplingParams
 from minipaged.replay.state import State
@@ -149,7 +150,7 @@ class Stage:
 
     @property
     def bytes_per_token(self) -> int:
-        """The bytes of one token's keys and values."""
+        """The bytes of one token's keys and values, in the layers of one group."""
         return self.model.block_bytes(1, self.kv_cache_dtype, self.tensor_parallel_size)
 
     @property
@@ -239,7 +240,8 @@ class Stage:
         state = State()
         for event in events:
             state.apply(event)
-        measures = measure(name, llm.stats(), self.bytes_per_token, state.most_sequences, serving.seconds)
+        groups = len(state.group_windows)
+        measures = measure(name, llm.stats(), self.bytes_per_token, state.most_sequences, serving.seconds, groups)
         return DemoRun(serving.outputs, story(events, topics), events, state, measures, llm.engine.runner)
 
     def played_by(self, player: Player | None) -> Stage:
@@ -255,6 +257,13 @@ class Stage:
         if model.tier.name != "reference":
             model = LoadedModel.load(model.folder, "reference", dtype="float32")
         return replace(self, model=model, tensor_parallel_size=tensor_parallel_size)
+
+    def with_windows(self, windows: Sequence[int | None], *, in_groups: bool) -> Stage:
+        """A copy of the stage whose model's layers see these windows, in tokens (None: everything). Unless they are
+        `in_groups`, all layers share one block table, which keeps all blocks."""
+        one_table = LayerGroups((None,), (0,) * len(windows))
+        config = replace(self.model.config, layer_windows=tuple(windows), stage_groups=None if in_groups else one_table)
+        return replace(self, model=replace(self.model, config=config))
 
     def warm_up(self) -> None:
         """Compile the tier's kernels, which may take a while and print messages on stderr."""

@@ -17,6 +17,7 @@ LEFT_OUT: dict[Topic, str] = {
     "load": "more requests with blocks of another engine",
     "store": "more times blocks were left for other engines",
     "same": "more blocks that were cached already",
+    "pass": "more times that windows passed blocks",
     "fork": "more forks",
     "copy": "more writes into shared blocks",
     "beams": "more steps in which beams forked and were dropped",

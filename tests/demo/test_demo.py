@@ -20,8 +20,10 @@ from minipaged.demo.scenes import QUESTIONS, SCENES, SceneResult, beam_tree, com
 from minipaged.demo.stage import Stage
 from minipaged.demo.ticker import printable
 from minipaged.events import (
+    HOLE,
     BlockCopied,
     BlocksLoaded,
+    BlocksPassed,
     BlocksStored,
     RequestArrived,
     StepFinished,
@@ -40,7 +42,7 @@ from tests.tiny_model import make_tiny_model
 from tests.tokens import bytes_joined, token
 
 NAMES = [scene.name for scene in SCENES]
-EVERY = [*NAMES, "tensor-parallel", "disaggregated"]
+EVERY = [*NAMES, "tensor-parallel", "windows", "disaggregated"]
 
 
 @dataclass(frozen=True)
@@ -280,6 +282,41 @@ def test_a_rank_that_copies_no_block_is_found_out(tiny_model: Path, monkeypatch:
     (outcome,) = run_demo(model=tiny_model, scene="tensor-parallel")
     assert not outcome.holds
     assert "DIFFERENT" in outcome.findings[2]
+
+
+def test_what_windows_have_passed_is_given_back_and_changes_no_token(show: Show) -> None:
+    outcome = show.outcomes["windows"]
+    whole, seeing_all, seeing_window = outcome.group_tables  # the tiny model has two layers
+    one, grouped = outcome.runs
+    assert [(table.num_layers, table.window) for table in outcome.group_tables] == [(2, None), (1, None), (1, 32)]
+    assert HOLE not in (*whole.entries, *seeing_all.entries)
+    num_holes = seeing_window.entries.count(HOLE)
+    assert 0 < num_holes < len(seeing_window.entries) == len(whole.entries) == len(seeing_all.entries)
+    assert HOLE not in seeing_window.entries[num_holes:]
+    assert seeing_window.num_bytes == (len(whole.entries) - num_holes) * 8 * 2 * 2 * 8 * 4  # as above, of one layer
+    assert whole.num_bytes == 2 * seeing_all.num_bytes
+    assert grouped.pool_bytes == one.pool_bytes
+    assert grouped.contiguous.tokens == pytest.approx(one.contiguous.tokens)
+    assert grouped.contiguous_sequences == one.contiguous_sequences
+    assert grouped.paged.tokens < one.paged.tokens
+    assert outcome.holds
+    passed = sum(len(event.blocks) for event in outcome.events[1] if isinstance(event, BlocksPassed))
+    assert not any(isinstance(event, BlocksPassed) for event in outcome.events[0])
+    assert f": {passed} blocks were given back" in outcome.findings[0]
+    assert "the same as with one table. This is not the text of" in outcome.findings[1]
+    assert "windows have passed" in " ".join(outcome.story), outcome.story
+    shown = "-" * num_holes + "".join(f" {block}" for block in seeing_window.entries[num_holes:])
+    assert any(line.startswith("  with groups") and line.endswith(f"  {shown}") for line in show.printed.splitlines())
+
+
+def test_a_block_that_is_given_back_too_early_is_found_out(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "minipaged.engine.grouped_table.first_seen",
+        lambda window, position: 0 if window is None else max(0, position - window // 2),
+    )
+    (outcome,) = run_demo(model=tiny_model, tier="reference", scene="windows")
+    assert not outcome.holds
+    assert "DIFFERENT as with one table" in outcome.findings[1]
 
 
 def test_a_decoding_engine_has_every_full_block_of_the_prompts(played: dict[str, SceneResult]) -> None:

@@ -402,26 +402,30 @@ class StateView:
         return _end(text, width)
 
     def _one_table(self, state: State, sequence: LiveSequence, width: int, rows: int) -> list[Line]:
-        """The block table of a single sequence as in Fig. 6, with the tokens in each block."""
+        """The block table of a single sequence as in Fig. 6, with the tokens in each block. With several groups of
+        layers: a block for each, or a hole."""
         size, style = state.block_size, self.style(sequence.letter)
         words = "its words" if self.decode else "its token ids"
-        lines: list[Line] = [[Segment(f"   logical    block   filled   refs   {words}", DIM)]]
+        table, more = list(zip(*sequence.tables(), strict=True)), 5 * (sequence.num_groups - 1)  # columns
+        lines: list[Line] = [[Segment(f"   logical    block{' ' * more}   filled   refs   {words}", DIM)]]
         pool = state.host if sequence.swapped else state.device
         tokens = sequence.tokens
-        first = max(0, len(sequence.table) - (rows - 1))
+        first = max(0, len(table) - (rows - 1))
         if first:
             first += 1
             lines.append([Segment(f"         0 to {first - 1} are full, and out of sight", DIM)])
-        for logical, block in list(enumerate(sequence.table))[first:]:
+        for logical, blocks in list(enumerate(table))[first:]:
             here = tokens[logical * size : min((logical + 1) * size, sequence.num_computed)]
             slots = "|".join(self.word(token).strip(" ") for token in here) + "|·" * (size - len(here))
-            count = "-" if sequence.ended else str(state.ref_count(block) if pool is state.device else 1)
+            refs = max(state.ref_count(block) if pool is state.device else 1 for block in blocks)
+            count = "-" if sequence.ended else str(refs)
+            cells = "".join(f"{'-' if block == HOLE else block:>4} " for block in blocks)
             lines.append(
                 [
                     Segment(f"{logical:>10}    "),
-                    Segment(f"{block:>4} ", style + REVERSED),
+                    Segment(cells, style + REVERSED),
                     Segment(f"{f'{len(here)}/{size}':>9}{count:>7}   "),
-                    Segment(_beginning(slots, width - 38), style if not sequence.ended else DIM),
+                    Segment(_beginning(slots, max(0, width - 38 - more)), style if not sequence.ended else DIM),
                 ]
             )
         return lines
@@ -434,11 +438,12 @@ class StateView:
         pool, size = state.device, state.block_size
         slots = max(1, pool.num_blocks * size)
         held = len(pool.holders) * size
-        reserved = state.num_on_device * state.max_model_len
+        whole = state.max_model_len * len(state.group_windows)  # it has slots in every layer
+        reserved = state.num_on_device * whole
         share = f"{100 * pool.num_filled / held:.0f} % of them filled" if held else "nothing taken"
-        fits = slots // state.max_model_len
+        fits = slots // whole
         paged = f"{held} of {slots} slots taken, {share}"
-        others = f"{state.num_on_device} × {state.max_model_len} slots reserved, of which {fits} fit"
+        others = f"{state.num_on_device} × {whole} slots reserved, of which {fits} fit"
         bar = max(10, width - 14 - max(len(paged), len(others)) - 2)
         cached = state.num_cached_only * size
         return [

@@ -18,9 +18,11 @@ from minipaged.demo.recording import Screencast
 from minipaged.demo.view import BASIC_COLORS, COLORS, Caption, Frame, Note, PlayerStatus, StateView, _wrap_cells
 from minipaged.events import (
     BlockCopied,
+    BlocksPassed,
     EngineStarted,
     Event,
     PrefixReused,
+    RequestAdmitted,
     RequestArrived,
     RequestPreempted,
     RequestRefused,
@@ -215,6 +217,27 @@ def test_two_engines_have_each_its_pool(events: list[Event], width: int, height:
         assert pools[0][1].startswith(f"── other: {len(timeline.state.device.holders)} of ")
         assert not any(letter in tiles[0] for tiles in pools[1:] for letter in "AB")
         assert any("A" in tiles[1] for tiles in pools[1:])
+
+
+def test_a_block_that_a_window_has_passed_is_a_hole_in_the_table_and_free_in_the_pool() -> None:
+    state = State()
+    for event in (
+        EngineStarted(8, 0, 2, 16, (None, 2)),
+        RequestArrived("a", 0, (1, 2, 3), 1),
+        RequestAdmitted("a"),
+        TokensComputed(0, 3, (0, 1, 2, 3), 0),
+    ):
+        state.apply(event)
+    before = StateView(letters).frame(state, 80, 24, CAPTION, [], PlayerStatus()).text()
+    state.apply(BlocksPassed(0, (1,), (1,)))
+    after = StateView(letters).frame(state, 80, 24, CAPTION, [], PlayerStatus()).text()
+    rows = [[line.split()[:5] for line in text.splitlines() if "/2  " in line] for text in (before, after)]
+    assert rows == [
+        [["0", "0", "1", "2/2", "1"], ["1", "2", "3", "1/2", "1"]],
+        [["0", "0", "-", "2/2", "1"], ["1", "2", "3", "1/2", "1"]],
+    ]
+    assert "4 held, 4 free" in before
+    assert "3 held, 5 free" in after
 
 
 def test_wide_and_unprintable_characters_break_no_line(events: list[Event]) -> None:

@@ -23,6 +23,7 @@ from minipaged.events import (
     BlockCached,
     BlockEvicted,
     BlocksFreed,
+    BlocksPassed,
     EngineStarted,
     Event,
     PrefixReused,
@@ -160,6 +161,8 @@ def follow_with_pages(events: list[Event]) -> set[str]:
 
     asyncio.run(follow())
     assert not watch.error
+    passed = sum(len(event.blocks) for event in events if isinstance(event, BlocksPassed))
+    assert watch.state.counts["blocks passed"] == passed
     return {event.name for event in events}
 
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from minipaged.events import HOLE
 from minipaged.handover.block_hashes import NO_HASH
 
 NO_PARENT = -1
@@ -33,6 +34,24 @@ class CachedBlock:
     """The tokens in it; fewer than it has slots, if this is a partial entry."""
     key: int = NO_HASH
     """The hash that leads to a full block; `NO_HASH` for a partial entry, to which no hash leads."""
+
+
+class Node:
+    """A cached prefix of a model whose layers are in groups (`grouped_prefix_cache.py`): the tokens of one block after
+    its parent's, and a block or a hole for each group. The root has no tokens."""
+
+    __slots__ = ("blocks", "key", "num_children", "parent", "tokens")
+
+    def __init__(self, parent: Node | None, key: int, tokens: tuple[int, ...], num_groups: int) -> None:
+        self.parent = parent
+        self.key = key
+        self.tokens = tokens
+        self.blocks = [HOLE] * num_groups
+        self.num_children = 0
+
+    def is_for(self, parent: Node, tokens: tuple[int, ...]) -> bool:
+        """Whether this is the node for these tokens after `parent`: equal hashes are no proof."""
+        return self.parent is parent and self.tokens == tokens
 
 
 class Match(NamedTuple):

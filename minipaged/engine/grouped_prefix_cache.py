@@ -30,26 +30,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 from minipaged.contracts import BlockAllocator
+from minipaged.engine.cached_blocks import Node
 from minipaged.engine.grouped_table import GroupedTable, first_seen
 from minipaged.events import HOLE
 from minipaged.handover.block_hashes import NO_HASH, ChainHash, chain_hash, hash_blocks
-
-
-class Node:
-    """A cached prefix: the tokens of one block after its parent's. The root has no tokens."""
-
-    __slots__ = ("blocks", "key", "num_children", "parent", "tokens")
-
-    def __init__(self, parent: Node | None, key: int, tokens: tuple[int, ...], num_groups: int) -> None:
-        self.parent = parent
-        self.key = key
-        self.tokens = tokens
-        self.blocks = [HOLE] * num_groups
-        self.num_children = 0
-
-    def is_for(self, parent: Node, tokens: tuple[int, ...]) -> bool:
-        """Whether this is the node for these tokens after `parent`: equal hashes are no proof."""
-        return self.parent is parent and self.tokens == tokens
 
 
 class GroupedPrefixCache:

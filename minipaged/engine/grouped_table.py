@@ -20,14 +20,11 @@ given back: no layer reads the entry again, so what the runner has in its place 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from minipaged.contracts import BlockAllocator, BlockTable
+from minipaged.engine.cached_blocks import Node
 from minipaged.events import HOLE
 from minipaged.steps import CopyPair
-
-if TYPE_CHECKING:
-    from minipaged.engine.grouped_prefix_cache import Node
 
 
 def first_seen(window: int | None, position: int) -> int:

@@ -15,6 +15,7 @@ import pytest
 
 from minipaged.contracts import BlockAllocator
 from minipaged.engine import engine, grouped_prefix_cache
+from minipaged.engine.cached_blocks import Node
 from minipaged.engine.grouped_memory import GroupedBlockManager, blocks_alone, most_at_once
 from minipaged.engine.grouped_prefix_cache import GroupedPrefixCache
 from minipaged.engine.grouped_table import GroupedTable
@@ -162,8 +163,8 @@ def the_block_of_another_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hit puts a node's blocks into the entries of the wrong groups."""
     right = GroupedPrefixCache.match
 
-    def match(self: GroupedPrefixCache, tokens: Sequence[int]) -> list[int]:
-        entries = right(self, tokens)
+    def match(self: GroupedPrefixCache, tokens: Sequence[int], found: list[Node] | None = None) -> list[int]:
+        entries = right(self, tokens, found)
         return [*entries[1:], entries[0]] if entries and HOLE not in entries else entries
 
     monkeypatch.setattr(GroupedPrefixCache, "match", match)

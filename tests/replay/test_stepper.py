@@ -50,7 +50,7 @@ def test_and_where_tables_with_holes_are_swapped_out() -> None:
     heard: list[Event] = []
     model = Storyteller(["one two three four five six seven eight"])
     engine = model.engine(
-        num_blocks=9, block_size=2, num_swap_blocks=12, preemption="swap", max_model_len=8, group_windows=(None, 3)
+        num_blocks=10, block_size=2, num_swap_blocks=12, preemption="swap", max_model_len=8, group_windows=(None, 3)
     )
     engine.listeners.append(heard.append)
     for _ in range(2):

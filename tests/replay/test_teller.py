@@ -121,8 +121,8 @@ RUN: list[tuple[Event, str]] = [
     ),
     (
         BlocksPassed(9, (0, 1), (3, 1)),
-        "The windows of some layers have passed blocks 3 and 1 of sequence J: no token from now on sees them there. "
-        "They are given back, and leave holes in the table.",
+        "No layer will see blocks 3 and 1 of sequence J again: the window has passed. What is given back leaves a hole "
+        "in the table.",
     ),
     (BlocksFreed(9, (5, 6)), "Sequence J lets go of blocks 5 and 6, free again from now on."),
     (RequestFinished("b", "failed"), "Request b (J) has failed."),

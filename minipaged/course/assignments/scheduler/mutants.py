@@ -162,8 +162,8 @@ BUGS = {
     "nobody comes in: admit always returns an empty list": (IDLE, ADMITTED, "        return []\n"),
     "more is held back than anybody can need: admit holds back more blocks than running requests can need": (
         IDLE,
-        "max(0, min(request.num_sequences, self.most_blocks(request) - num_blocks))",
-        "request.num_sequences",
+        "max(0, min(request.num_sequences * request.num_groups, self.most_blocks(request) - num_blocks))",
+        "request.num_sequences * request.num_groups",
     ),
     "one at a time: a request is admitted only if no other runs": (
         IDLE,

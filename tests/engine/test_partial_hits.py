@@ -46,7 +46,7 @@ class Served:
 
     def __init__(self, num_blocks: int = 16, block_size: int = 4, tier: Any = REFERENCE, **config: Any) -> None:
         sizes = EngineConfig(
-            num_blocks=num_blocks, block_size=block_size, max_model_len=40, vocab_size=50, debug=True, **config
+            num_blocks=num_blocks, block_size=block_size, max_model_len=48, vocab_size=50, debug=True, **config
         )
         self.events: list[Event] = []
         self.run = WorkloadRun(Workload(sizes, (), swap_is_cheap=True), tier, listeners=[self.events.append])
@@ -96,7 +96,7 @@ def test_of_every_two_prompts_the_second_computes_only_what_the_first_has_not(
 ) -> None:
     """And one token, from which its next one is chosen."""
     other = [*one[:num_shared], *own]
-    served = Served(40, block_size, tier)
+    served = Served(48, block_size, tier)
     assert served.serve(one).num_cached_tokens == 0
     assert served.serve(other).num_cached_tokens == min(num_common(one, other), len(other) - 1)
     assert served.engine.stats.prefix_cache_hit_tokens == served.outputs.popitem()[1].num_cached_tokens
@@ -115,7 +115,7 @@ def test_a_collision_costs_hits_and_no_content(
             "PrefixCache",
             lambda size, pool: PrefixCache(size, pool, chain_hash=lambda parent, tokens: 0),
         )
-        served = Served(40, block_size)
+        served = Served(48, block_size)
     served.serve(one)
     found, most = served.serve(other).num_cached_tokens, min(num_common(one, other), len(other) - 1)
     assert min(most, 2 * block_size - 1) >= found >= min(most, block_size)

@@ -32,7 +32,7 @@ class Group:
 
 
 class Runner(ContentRunner):
-    """A model of three layers. Its next token depends on every token that one of them reads."""
+    """A model of three layers. Its next token depends on every token that at least one layer reads."""
 
     GROUP = Group(Layer(32), Layer(32), Layer(None))
 

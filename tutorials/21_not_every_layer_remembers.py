@@ -10,11 +10,11 @@
 # # 21. Not every layer remembers
 
 # %% [markdown]
-# **What you will understand.** In many newer models most layers see only a window of the last tokens. What becomes of
-# the blocks that a window has passed; why layers are put into groups with a block table each; how much memory is left
-# to hold; why a prefix hit needs only the last window of such layers; and how one missing block can make a hit
-# impossible. The paper's models have no windows, so none of this is in it. Gemma 2 and 3, gpt-oss and Ministral have
-# them.
+# **What you will understand.** In many newer models most layers see only a window of the last tokens. You will see what
+# becomes of the blocks that a window has passed; why layers are put into groups with a block table each; how much
+# memory a sequence still needs; why a prefix hit needs only the last window of such layers; and how one missing block
+# can make a hit impossible. The paper's models have no windows, so the paper has none of this. Gemma 2 and 3, gpt-oss
+# and Ministral have windows.
 #
 # ## A window
 #
@@ -58,7 +58,7 @@ assert np.isnan(attend(4, 6)).all()  # position 5 is in the window
 # ## A table with holes
 #
 # A block holds the keys and values of some tokens *in some layers*. Layers that see the same tokens can share blocks.
-# They are a *group*, and each group has a block table of its own. All groups take blocks from one pool.
+# Layers that do so are a *group*, and each group has a block table of its own. All groups take blocks from one pool.
 #
 # [`GroupedTable`](../minipaged/engine/grouped_table.py) is such a set of tables. Here it has two groups: one sees
 # everything, the other has a window of 4. Blocks have 2 slots. Eight tokens have been computed, and the next one will
@@ -134,9 +134,9 @@ for chunk in (24, 6):
     print(f"{chunk} tokens a step: at most {most} blocks; {len(one_group.blocks)} in the end")
 
 # %% [markdown]
-# The engine has to know this number before it admits a request. Otherwise two requests could be admitted that can never
-# be finished together. So [`blocks_alone`](../minipaged/engine/grouped_memory.py) works it out from the longest
-# possible step:
+# The engine has to know this number before it admits a request. Otherwise it could admit two requests that do not fit
+# together. [`blocks_alone`](../minipaged/engine/grouped_memory.py) calculates the number from the longest possible
+# step:
 
 # %%
 from minipaged.engine.grouped_memory import blocks_alone
@@ -153,12 +153,12 @@ assert blocks_alone((4,), 24, 2, 6) == at_most[1]
 # a half times as large as one of the first, and one pool cannot serve both. So all groups get the same number of
 # layers: as many as the rarest kind has.
 #
-# **Predict.** How many groups do the 26 layers make? How many layers' room stays empty in the last group?
+# **Predict.** How many groups do the 26 layers make? They have room for more than 26 layers: for how many more?
 #
 # <details><summary>See</summary>
 #
-# **7 groups, 2 layers** (`num_groups, empty`). One group sees everything. The 22 layers with a window make six groups
-# of four, and the last of these has two layers.
+# **7 groups, 2 layers** (`num_groups, empty`). One group sees everything. The 22 layers with a window are dealt out to
+# six groups, which have room for 24: four groups get four layers each, and two get three.
 #
 # </details>
 
@@ -290,9 +290,9 @@ print("given back, in the order of the steps:", gone)
 # ## What a hit needs
 #
 # The prefix cache ([tutorial 9](09_prefix_caching.py)) finds blocks by their content, so that a new request need not
-# compute them. With groups, the request needs a block table for each group. What has to be in it? Everything that the
-# request's *first own token* sees: all blocks in the group that sees everything, and in the others only those of the
-# last window. The rest can be holes.
+# compute them. With groups, the request needs a block table for each group. Which blocks have to be in these tables?
+# Those that the *first token which the request computes itself* sees: all blocks in the group that sees everything, and
+# only the blocks of the last window in the others. The rest can be holes.
 #
 # [`GroupedPrefixCache`](../minipaged/engine/grouped_prefix_cache.py) keeps, for each block of tokens, its blocks in all
 # groups. Here a sequence of 16 tokens has been served with the two groups from above. Its blocks are in the cache, also
@@ -319,7 +319,7 @@ def served(windows):
 
 
 def num_found(cache, num_tokens):
-    """How many tokens are found for a prompt that begins as the text does, for this number of tokens."""
+    """The number of tokens found for a prompt whose first `num_tokens` tokens are those of the text."""
     return len(cache.match([*text[:num_tokens], 99])) // 2 * 2  # two groups, and two tokens in a block
 
 
@@ -344,8 +344,9 @@ drawn(hit)
 
 # %% [markdown]
 # So the search cannot go from the left, block by block, until one is missing. In a group with a window, the first
-# blocks are usually missing. It goes from the left only to find out how far the tokens are known. Then it goes back
-# from the right, to the largest number of tokens after which everything that is seen is there.
+# blocks are usually missing. The search goes from the left only to find how many of the prompt's tokens the cache
+# knows. Then it goes back from the right, to the largest number of tokens for which all blocks that the next token sees
+# are there.
 #
 # **Predict.** Block 3 of the group with the window is evicted: its tokens are at positions 6 and 7. How many tokens are
 # found for a prompt that shares 10 tokens with the text? And for one that shares 12?
@@ -370,8 +371,8 @@ for shared in range(2, 17, 2):
 # ### The cliff
 #
 # Usually more is missing. The cache evicts what was released longest ago. Blocks that a window has passed were released
-# while the sequence still ran, so they are evicted first. That is as it should be: after them a prompt of 16 tokens or
-# more still finds everything. There are six of these blocks.
+# while the sequence still ran, so they are evicted first. That is as it should be: without them, a prompt that begins
+# with all 16 tokens still finds everything. There are six of these blocks.
 #
 # **Predict.** Now seven blocks are evicted. How many of the 16 tokens are found?
 #
@@ -381,9 +382,9 @@ for shared in range(2, 17, 2):
 #
 # <details><summary>See</summary>
 #
-# **none** (`num_found(after[7], 16) == 0`). The seventh is one of the last window's two blocks. Every shorter hit would
-# need an earlier window, and these are gone. No hit is left, although the group that sees everything still has all its
-# eight blocks.
+# **none** (`num_found(after[7], 16) == 0`). The seventh is one of the last window's two blocks. A shorter hit would
+# need the blocks of an earlier window, and these were evicted before. No hit is left, although the group that sees
+# everything still has all its eight blocks.
 #
 # </details>
 
@@ -400,10 +401,10 @@ assert [num_found(after[n], 16) for n in range(7)] == [16] * 7
 # %% [markdown]
 # With layers that see everything, a cache loses a prefix from its end, block by block. With windows it falls off a
 # cliff. The blocks that are left are of no use, and wait to be evicted as well. The same can happen in a running
-# service, where one chat waits while others go on: an [open report to
+# service, where one chat waits while others go on: a [pull request of
 # SGLang](https://github.com/sgl-project/sglang/pull/35515) describes how a hit of tens of thousands of tokens became
-# none. For the same reason, a group whose blocks never reach the cache makes every hit impossible: a hit is what *all*
-# groups have.
+# none. For the same reason, a group whose blocks never reach the cache makes every hit impossible: *each* group has to
+# have the blocks that the next token sees.
 #
 # ### Chats
 #
@@ -436,8 +437,9 @@ def serve_chats(**options):
 
 
 # %% [markdown]
-# **Predict.** In memory for 20 blocks of all layers, the model without windows finds 20, 4 and 0 tokens of the second
-# turns of A, B and C. How many does the model with windows find for each, in 60 blocks of a third of the layers?
+# **Predict.** With 20 blocks, each for all layers, the model without windows finds 20, 4 and 0 tokens of the second
+# turns of A, B and C. The model with windows has 60 blocks, each for a third of the layers. How many tokens does it
+# find for each chat?
 #
 # - fewer
 # - 28, 28 and 28
@@ -445,8 +447,8 @@ def serve_chats(**options):
 #
 # <details><summary>See</summary>
 #
-# **28, 28 and 28** (`windows[20] == [28, 28, 28]`). The chats hold less, so all three stay. 31 tokens of each were
-# computed, and 28 of them fill seven blocks.
+# **28, 28 and 28** (`windows[20] == [28, 28, 28]`). The chats hold less, so all three stay. The last token of an answer
+# is not run, so 31 tokens of each chat were computed. 28 of them fill seven blocks.
 #
 # </details>
 
@@ -460,8 +462,9 @@ for num_blocks in (16, 20, 24):
 assert (whole[20], whole[16], windows[16]) == ([20, 4, 0], [4, 0, 0], [0, 0, 0])
 
 # %% [markdown]
-# With memory for 16 the cliff is seen: the model without windows still finds four tokens, and the one with windows
-# finds none. (Without windows, hits may end within a block. So with memory for 24 chat A finds all 31 tokens there.)
+# With memory for 16 blocks there is the cliff: the model without windows still finds four tokens, and the one with
+# windows finds none. (Without windows, hits may end within a block. So with memory for 24 blocks the model without
+# windows finds all 31 tokens of chat A.)
 #
 # ## Three answers
 #
@@ -477,7 +480,6 @@ assert (whole[20], whole[16], windows[16]) == ([20, 4, 0], [4, 0, 0], [0, 0, 0])
 #
 # In transformers' continuous batching, a sequence has a *ring* in each group with a window: as many slots as the window
 # has tokens. The token at position p goes to slot p % window, and overwrites the one that the window has just left.
-
 #
 # **Predict.** Ten tokens have been written into a ring for a window of 4. Which positions are in its four slots, from
 # the first to the last?
@@ -528,7 +530,7 @@ def blocks_of(windows, num_tokens):
 
 
 def fit(num_tokens, full_pool):
-    """How many sequences of this length fit into one pool, and into two of which the first has this size."""
+    """The number of sequences of this length that fit into one pool, and into two pools, the first of `full_pool`."""
     one = MEMORY // blocks_of(FULL + WITH_WINDOW, num_tokens)
     two = min(
         full_pool // blocks_of(FULL, num_tokens),
@@ -570,11 +572,11 @@ print(f"the pool of the layers that see everything then has {used:,} of {for_lon
 #
 # - **Only full blocks are kept in the cache.** Without windows a last block that is not full is kept, and hits end
 #   within a block ([tutorial 9](09_prefix_caching.py)). With windows neither happens.
-# - **There are no floors below the cache** ([tutorial 20](20_a_cache_with_floors.py)), and other engines get no blocks:
-#   `kv_cache_tiers` and `kv_connector` are refused.
+# - **There are no floors below the cache** ([tutorial 20](20_a_cache_with_floors.py)), and blocks are not handed to
+#   other engines: `kv_cache_tiers` and `kv_connector` are refused.
 # - **Samples and beams that were preempted give nothing back until all of them have caught up**, because they share
 #   their beginning.
-# - **What is useless after the cliff stays** until it is the oldest.
+# - **Blocks that no hit can use after the cliff stay in the cache** until they are the oldest.
 # - **On a GPU nothing is given back yet**: there all layers have one block table
 #   ([cousins of Llama](../docs/concepts/llama.md#cousins)).
 #

@@ -1,19 +1,19 @@
-"""A block manager for models whose layers are in groups, of which some see only a window of the last tokens.
+"""A block manager for models with groups of layers, where some groups see only a window of the last tokens.
 
 It is a `BlockManager` with these differences:
 
 - A sequence has a block table for each group (`grouped_table.py`). A token takes a slot in each.
-- When a step has been committed, the blocks are given back that no token from now on sees: those wholly before the
-  window of the next one (the invariant window-content). Their contents may stay in the prefix cache.
+- When a step has been committed, a sequence gives back the blocks that lie wholly before the next token's window,
+  because no later token sees them (the invariant window-content). Their contents may stay in the prefix cache.
 - The prefix cache has blocks of each group (`grouped_prefix_cache.py`). It keeps full blocks only.
 
-*Admission.* A sequence holds at most a window and what a step computes in a group with a window, and everything in the
-others (`blocks_alone`). So much is promised to a request.
+*Admission.* In a group with a window, a sequence holds at most the blocks of one window and of the tokens that are
+being computed. In the other groups it holds all its blocks. Admission counts this many blocks (`blocks_alone`).
 
-*Several sequences of a request* share the blocks of their common beginning. If they are dropped and computed again, one
-after another (`Scheduler._whole`), each begins with blocks of one before it. The blocks that it needs have long been
-passed by that one's windows. So nothing is given back before all have caught up, and such a request is promised as
-many blocks as if no layer had a window.
+*Several sequences of a request* share the blocks of their common beginning. After they are dropped, they are computed
+again one after another (`Scheduler._whole`), and each begins with the blocks of an earlier one. The earlier one's
+windows have passed these blocks by then. So the request gives nothing back until all its sequences have caught up. Its
+admission counts blocks as if no layer had a window.
 """
 
 from __future__ import annotations

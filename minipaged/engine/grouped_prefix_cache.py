@@ -1,24 +1,25 @@
 """The prefix cache of a model whose layers are in groups: prefixes are nodes of a tree, each with a block per group.
 
-    root ── [1 2] ── [3 4] ── [5 6]          a node: the tokens of one block, after those of its parents
+    root ── [1 2] ── [3 4] ── [5 6]          a node: the tokens of one block, after those of its parent
     group 0   7        2        5            its layers see everything
     group 1   -        4        6            its layers have a window; the first block has been evicted
 
-K/V of a block depend on all tokens up to the block's end in every group. So a node is identified as a full block is
-(`prefix_cache.py`): by a chain of hashes, its own tokens and its parent. In each group a node has a block or none.
+In every group, the K/V of a block depend on all tokens up to the block's end. So a node is identified in the same way
+as a full block in `prefix_cache.py`: by a chain of hashes, its own tokens and its parent. In each group a node has a
+block or none.
 
-A sequence can begin with n nodes if it finds in them everything that the token after them sees: the blocks of all n in
-the groups that see everything, and those of the last window in the others. So the search first goes from the left, as
-far as there are nodes. Then it goes back from the right, to the largest n for which everything seen is there. One
-missing block rules out each n that has it in its window, and no other.
+A sequence can begin with n nodes if they have everything that the token after them sees: all n blocks in each group
+that sees everything, and the blocks of the last window in each other group. So the search first goes from the left, as
+far as there are nodes. Then it goes back from the right, to the largest n for which everything seen is there. A missing
+block rules out each n whose last window contains it, and no other.
 
 Ownership is as in `prefix_cache.py`: the cache has one reference on each block, and a block that only the cache holds
-is evictable, least recently used first. A block that a window has passed is released then, long before the sequence
-ends, so it is evicted before those that the sequence still sees.
+is evictable, least recently used first. When a window passes a block, the sequence releases it, long before its own
+end. So that block is evicted before the blocks that the sequence still sees.
 
-- *With a group that sees everything*, a node without its block there can be part of no hit. It is dropped with that
-  block, and its other blocks too. Nobody else holds them: a sequence that does holds the dropped block too, because
-  nothing of that group is given back. Children are dropped before their parents, for the reason given there.
+- *With a group that sees everything*, a node without its block there can be part of no hit. So when that block is
+  evicted, the whole node is dropped, with its other blocks. No sequence holds these: it would hold the evicted block as
+  well, because that group gives nothing back. Children are dropped before their parents (`prefix_cache.py` says why).
 - *Without such a group*, a node may lose all its blocks while nodes after it have theirs. It stays, empty, until the
   last of these is gone.
 """

@@ -1,8 +1,8 @@
 """The block table of a sequence whose model has several groups of layers, some of them with a window.
 
-The layers of a group see the same tokens: all before a token and itself, or the last `window`. Each group has a block
-table of its own, over the one pool of equal blocks. A block of group g holds the K/V of `block_size` tokens in the
-layers of g, and in no others:
+The layers of a group see the same tokens: all tokens up to the current one, or the last `window` of these. Each group
+has a block table of its own, over the one pool of equal blocks. A block of group g holds the K/V of `block_size` tokens
+in the layers of g, and in no others:
 
     window 4, block size 2, eight tokens; the next one, at position 8, sees positions 5 to 8
 
@@ -13,8 +13,8 @@ layers of g, and in no others:
 
     entries:   7 -   2 -   5 4   0 6      what a runner gets: all groups' entries of a logical block, then the next
 
-A runner takes every G-th entry from the g-th on for layers of group g (`entries[g::G]`). It is not told when a block is
-given back: no layer reads the entry again, so what the runner has in its place does not matter.
+A runner takes every G-th entry from the g-th on for layers of group g (`entries[g::G]`). It gets no notice when a block
+is given back. No layer reads that entry again, so it does not matter which block number the runner still has there.
 """
 
 from __future__ import annotations

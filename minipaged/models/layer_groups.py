@@ -4,9 +4,9 @@ A layer sees everything, or a window of the last tokens. Blocks that no layer of
 (`engine/grouped_table.py`). All groups take their blocks from one pool of equal blocks, so a block has the same number
 of layers in each group:
 
-    26 layers, of which every 6th sees everything: 4, and 22 with a window
+    26 layers: every 6th sees everything (4 layers), and the others have a window (22 layers)
     group 0         the 4 layers that see everything
-    groups 1 to 6   the 22 with a window, dealt out one after another: two have 3, and room for a fourth
+    groups 1 to 6   the 22 layers with a window, dealt out in turn: two groups get 3, and have room for a fourth
 
 vLLM's hybrid KV cache manager does the same, for the same reason: with pools of different blocks, memory would have to
 be divided between them before anyone knows how long sequences become.

@@ -254,6 +254,11 @@ class PrefixReused(Event):
         """Return the number of its tokens that are in the blocks."""
         return self.num_tokens or len(self.blocks) * block_size
 
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The blocks without the holes."""
+        return tuple(block for block in self.blocks if block != HOLE)
+
 
 @dataclass(frozen=True, slots=True)
 class BlocksPassed(Event):

@@ -150,6 +150,11 @@ class Stage:
 
     @property
     def bytes_per_token(self) -> int:
+        """The bytes of one token's keys and values in all groups of layers."""
+        return len(self.model.config.groups.windows) * self.bytes_per_slot
+
+    @property
+    def bytes_per_slot(self) -> int:
         """The bytes of one token's keys and values, in the layers of one group."""
         return self.model.block_bytes(1, self.kv_cache_dtype, self.tensor_parallel_size)
 
@@ -241,7 +246,7 @@ class Stage:
         for event in events:
             state.apply(event)
         groups = len(state.group_windows)
-        measures = measure(name, llm.stats(), self.bytes_per_token, state.most_sequences, serving.seconds, groups)
+        measures = measure(name, llm.stats(), self.bytes_per_slot, state.most_sequences, serving.seconds, groups)
         return DemoRun(serving.outputs, story(events, topics), events, state, measures, llm.engine.runner)
 
     def played_by(self, player: Player | None) -> Stage:

@@ -243,7 +243,7 @@ class BlockManager(Memory):
             self.num_entries -= len(blocks)
             self.num_tokens -= num_tokens
             self._released(blocks)
-        if blocks:
+        if num_tokens:
             self._writer.table_changed(sequence, 0)
             self._emit(BlocksFreed(sequence.sequence_id, blocks))
 

@@ -68,6 +68,10 @@ class GroupedTable(BlockTable):
         return len(self._windows)
 
     @property
+    def num_blocks(self) -> int:
+        return len(self._entries) - sum(self._given_back)
+
+    @property
     def holes(self) -> Sequence[int]:
         """The number of holes in each group."""
         return self._given_back

@@ -82,6 +82,11 @@ class SequenceState:
         return self.table.entries if isinstance(self.table, GroupedTable) else self.table.blocks
 
     @property
+    def num_blocks(self) -> int:
+        """The number of blocks that it holds."""
+        return self.table.num_blocks if isinstance(self.table, GroupedTable) else len(self.table.blocks)
+
+    @property
     def num_groups(self) -> int:
         return self.table.num_groups if isinstance(self.table, GroupedTable) else 1
 
@@ -192,13 +197,16 @@ class Request:
         return filled
 
     def num_tokens_held(self, block_size: int) -> int:
-        """The tokens of its sequences that have K/V. One that several share counts once, as far as the first group of
-        layers shows it: that group sees everything, if any does."""
+        """The tokens of its sequences that were computed. Those in a block that several share count once. The block
+        table of the first group of layers shows what is shared: that group sees everything, if any does. Where a window
+        has left holes in it, blocks of the prompt count as shared, and others do not."""
         if len(self.sequences) == 1:
             return self.sequences[0].num_computed
-        filled: dict[int, int] = {}
+        computed: dict[tuple[int, int, int], int] = {}
         for sequence in self.sequences:
             for logical, block in enumerate(sequence.entries[:: sequence.num_groups]):
                 here = min(block_size, sequence.num_computed - logical * block_size)
-                filled[block] = max(here, filled.get(block, 0))
-        return sum(filled.values())
+                is_prompt = (logical + 1) * block_size <= len(self.prompt_token_ids)
+                place = (block, -1, -1) if block != HOLE else (HOLE, logical, -1 if is_prompt else sequence.sequence_id)
+                computed[place] = max(here, computed.get(place, 0))
+        return sum(computed.values())

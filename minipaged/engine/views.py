@@ -36,7 +36,7 @@ def _told(request: Request, blocks: Memory) -> tuple[str, int, int, int, int, in
     """All fields but the last four, as a tuple: fast, because all running requests are shown at every admission."""
     if len(request.sequences) == 1:  # nothing is shared
         [sequence] = request.sequences
-        num_blocks, num_tokens = len(sequence.table.blocks), sequence.table.num_tokens
+        num_blocks, num_tokens = sequence.num_blocks, sequence.table.num_tokens
         tokens_to_run = len(sequence.tokens) + sequence.pending - num_tokens
         decodes = tokens_to_run <= 1
     else:

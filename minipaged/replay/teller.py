@@ -196,10 +196,10 @@ def _tell_prefix(state: State, sequence: LiveSequence, event: ev.PrefixReused) -
     found, wanted = event.num_found(state.block_size), len(sequence.tokens)
     what = "prompt tokens" if not sequence.output else "tokens"
     where = "in the prefix cache" if event.source == "cache" else "with a sibling"
-    text = f"request {sequence.request.name} finds {found} of its {wanted} {what} {where}: {numbers(event.blocks)}"
+    text = f"request {sequence.request.name} finds {found} of its {wanted} {what} {where}: {numbers(event.held)}"
     if part := found % state.block_size:
         text += f", the last one for {_count(part, 'token')}"
-    return Sentence("prefix", text, event.blocks)
+    return Sentence("prefix", text, event.held)
 
 
 def _tell_freed(state: State, sequence: LiveSequence, blocks: tuple[int, ...]) -> Sentence:
@@ -321,9 +321,7 @@ def explain(state: State, event: Event, words: Words | None = None, doubted: Col
             )
         case ev.PrefixReused():
             where = "prefix cache" if event.source == "cache" else "by a sibling"
-            begins = (
-                f"Sequence {letter(event.sequence)} begins with {_blocks(event.blocks)}, already computed ({where})."
-            )
+            begins = f"Sequence {letter(event.sequence)} begins with {_blocks(event.held)}, already computed ({where})."
             return begins + _explain_part(state, event)
         case ev.BlocksPassed():
             return (
@@ -480,6 +478,8 @@ def _explain_computed(sequence: LiveSequence, event: ev.TokensComputed, block_si
 
 
 def _explain_freed(state: State, sequence: LiveSequence, blocks: tuple[int, ...], doubted: Collection[int]) -> str:
+    if not blocks:  # windows have passed all of them
+        return f"Sequence {letter(sequence.number)} lets go of its table, which holds no block any more."
     kept = [block for block in blocks if _others_hold(state, sequence, block)]
     verbs = ("has", "stays") if len(kept) == 1 else ("have", "stay")
     should = not sequence.swapped and set(blocks) & set(doubted)

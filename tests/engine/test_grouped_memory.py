@@ -6,13 +6,17 @@ from collections.abc import Sequence
 
 import pytest
 
+from minipaged.engine.cached_blocks import Node
+from minipaged.engine.engine import Engine
 from minipaged.engine.grouped_memory import blocks_alone, most_at_once
 from minipaged.engine.grouped_prefix_cache import GroupedPrefixCache
 from minipaged.engine.grouped_table import GroupedTable, first_seen
 from minipaged.errors import InvalidRequest, OutOfBlocks
-from minipaged.events import HOLE
-from minipaged.params import EngineConfig
+from minipaged.events import HOLE, BlocksFreed, Event
+from minipaged.params import EngineConfig, SamplingParams
 from minipaged.reference.block_allocator import BlockAllocator
+from minipaged.testing.content_runner import ContentRunner
+from tests.workloads import REFERENCE
 
 FULL_AND_4 = (None, 4)
 
@@ -136,6 +140,19 @@ def test_one_block_that_is_gone_rules_out_the_hits_that_have_it_in_their_window(
     assert lengths == [2, 4, 6, 6, 6, 12, 14, 16]  # windows of the tokens 8 and 10 need it: position 8 sees 5 to 8
 
 
+def test_what_was_found_is_looked_up_again_once_it_is_gone() -> None:
+    """Other nodes may stand for the same tokens by then."""
+    full, found = Cached(FULL_AND_4), list[Node]()
+    prompt = [*full.tokens, 1]
+    for evicted in (0, 6, 10):
+        full.cache.evict(evicted)
+        assert full.cache.match(prompt, found) == full.cache.match(prompt)
+    again = GroupedTable(2, full.allocator, FULL_AND_4)
+    again.append(8)
+    assert len([*full.cache.publish(full.tokens[:8], again, 0)]) == 8
+    assert full.cache.match(prompt, found) == full.cache.match(prompt) != []
+
+
 def test_a_block_of_a_full_group_takes_the_others_of_its_tokens_with_it() -> None:
     cached = Cached(FULL_AND_4)
     free = cached.allocator.num_free
@@ -206,6 +223,72 @@ def test_the_most_blocks_that_a_sequence_holds_on_its_way() -> None:
             most = max(most, len(table.blocks))
             table.give_back(start + 6)
         assert most <= blocks_alone((window,), 60, 4, 6) <= most + 1
+
+
+def engine_with(windows: Sequence[int | None], num_blocks: int) -> Engine:
+    """An engine in debug mode, with blocks of 2 tokens, whose runner has no model."""
+    sizes = EngineConfig(
+        num_blocks=num_blocks,
+        max_model_len=64,
+        vocab_size=99,
+        block_size=2,
+        max_num_batched_tokens=64,
+        group_windows=tuple(windows),
+        debug=True,
+    )
+    runner = ContentRunner(num_blocks, 0, 2, 99, windows=sizes.group_windows)
+    engine = Engine(sizes, REFERENCE, runner)
+    runner.engine = engine
+    return engine
+
+
+def greedy(max_tokens: int, n: int = 1) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, n=n, temperature=0 if n == 1 else 1, seed=1, ignore_eos=True)
+
+
+def run(engine: Engine) -> None:
+    for _ in range(100):
+        if not engine.has_unfinished_requests():
+            return
+        engine.step()
+    raise AssertionError("requests wait for ever")
+
+
+def test_a_hit_that_an_admission_of_the_same_step_has_evicted_is_counted_again() -> None:
+    """A is admitted first, and evicts the blocks within a window without which B's hit is lost. Then B needs more
+    blocks than were counted for it."""
+    engine = engine_with((None, 4), 52)
+    prompt = [*range(1, 46)]
+    engine.add_request(prompt, greedy(8), request_id="the one that goes on")
+    engine.step()
+    engine.step()
+    engine.add_request([*range(50, 63)], greedy(1), request_id="A")
+    engine.add_request([*prompt[:10], 40], greedy(1), request_id="B")
+    run(engine)
+
+
+@pytest.mark.parametrize("windows", [(4,), (None, 4), (None,)])
+def test_tokens_that_windows_have_passed_count_as_computed(windows: tuple[int | None, ...]) -> None:
+    """Computing them again is the price of a preemption."""
+    engine = engine_with(windows, 90)
+    for n in (1, 2):
+        engine.add_request([*range(1, 30)], greedy(20, n), request_id=str(n))
+    for _ in range(11):
+        engine.step()
+    one, two = engine.scheduler.running
+    assert one.num_tokens_held(2) == 29 + 10
+    assert two.num_tokens_held(2) == 28 + 2 * (1 + 10)  # the blocks of the prompt's first 28 tokens are shared
+
+
+def test_a_table_of_holes_only_is_told_as_freed() -> None:
+    engine = engine_with((1,), 20)
+    heard: list[Event] = []
+    engine.listeners.append(heard.append)
+    engine.add_request([1, 2, 3, 4, 5, 6], greedy(8), request_id="a")
+    engine.step()
+    engine.abort("a")
+    assert BlocksFreed(0, ()) in heard
+    assert engine.blocks.num_tokens == 0
 
 
 def test_floors_are_refused_by_name() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from minipaged.events import (
     EVENT_TYPES,
+    HOLE,
     BeamFinished,
     BlockCached,
     BlockCopied,
@@ -162,6 +163,36 @@ def test_what_windows_have_passed_is_told_with_its_blocks() -> None:
     told = tell(state, BlocksPassed(0, (0,), (5,)))
     assert told is not None
     assert (told.topic, told.text, told.blocks) == ("pass", "windows have passed block 5 of A: given back", (5,))
+
+
+def test_holes_are_no_blocks_in_what_is_told() -> None:
+    state = State()
+    for event in (EngineStarted(8, 0, 2, 16, (None, 2)), RequestArrived("a", 0, (1, 2, 3, 4, 5), 1)):
+        state.apply(event)
+    reused = PrefixReused(0, (0, HOLE, 2, 5), "cache", 4)
+    told = tell(state, reused)
+    assert told is not None
+    assert told.text.endswith("finds 4 of its 5 prompt tokens in the prefix cache: blocks 0, 2, 5")
+    assert told.blocks == (0, 2, 5)
+    assert explain(state, reused) == "Sequence A begins with blocks 0, 2 and 5, already computed (prefix cache)."
+
+
+def test_a_table_of_holes_only_is_given_up_too() -> None:
+    state = State()
+    for event in (
+        EngineStarted(8, 0, 2, 16, (1,)),
+        RequestArrived("a", 0, (1, 2), 1),
+        TokensComputed(0, 2, (5,), 0),
+        BlocksPassed(0, (0,), (5,)),
+    ):
+        state.apply(event)
+    freed = BlocksFreed(0, ())
+    told = tell(state, freed)
+    assert told is not None
+    assert told.text == "A gives back its table"
+    assert explain(state, freed) == "Sequence A lets go of its table, which holds no block any more."
+    state.apply(freed)
+    assert (state.sequences[0].table, state.sequences[0].num_computed) == ([], 0)
 
 
 def test_a_page_quotes_words_so_that_they_can_be_seen() -> None:

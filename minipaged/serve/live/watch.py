@@ -331,7 +331,7 @@ class Watch:
         name = self.state.sequences[event.sequence].request.name
         request = self._requests[name]
         if event.source == "cache" and request.ttft is None and not request.found:  # not after a preemption
-            request.found, request.num_found = event.blocks, event.num_found(self.state.block_size)
+            request.found, request.num_found = event.held, event.num_found(self.state.block_size)
         self._tell(name)
 
     def _end(self, request: WatchedRequest, reason: str) -> None:

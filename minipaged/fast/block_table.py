@@ -166,10 +166,13 @@ class DeviceTables:
         num_groups: int = 1,
     ) -> None:
         rows = num_lanes * max_rows
-        self.tables = torch.full((num_groups * rows, max_blocks), -1, dtype=torch.int32, device=device)
-        """[num_groups * num_lanes * max_rows, max_blocks] int32: all tables of the first group of layers, then all of
-        the next. Entries of a row past its table's last block are undefined, and so are holes."""
-        self.by_group = self.tables.view(num_groups, rows, max_blocks)
+        # Each group's tables begin at a multiple of 16 bytes: for other addresses Triton would compile more kernels.
+        apart = rows if num_groups == 1 else -(-rows // 4) * 4
+        self.tables = torch.full((num_groups * apart, max_blocks), -1, dtype=torch.int32, device=device)
+        """[any, max_blocks] int32: all tables of the first group of layers, then all of the next. Entries of a row past
+        its table's last block are undefined, and so are holes."""
+        self.by_group = self.tables.view(num_groups, apart, max_blocks)
+        """The same, [groups, num_lanes * max_rows or more, max_blocks]. A sequence has the same row in all groups."""
         self.max_rows = max_rows
         self._kernels = kernels
         self._num_blocks = [0] * rows  # the number of logical blocks in each row

@@ -286,6 +286,8 @@ class Llama(Runner):
         windows = [config.window(i) for i in range(len(layers))]
         # Each layer's window, where a sequence can be longer.
         self.windows = [None if window is None or window >= longest else window for window in windows]
+        # The group of a layer that sees everything, in whose table shared blocks are found; None: there is none.
+        self._sharing = self.groups.of_layer[self.windows.index(None)] if None in self.windows else None
         # Each layer's cos and sin. Gemma 3 has other rotary frequencies in layers with a window.
         ropes = {config.rope(window): window for window in windows}
         tables = {rope: rotary_tables(config, longest, kv_cache.device, each) for rope, each in ropes.items()}
@@ -500,9 +502,10 @@ class Llama(Runner):
         The shared prefixes hold until the rows change: they are full blocks, which keep their contents as long as the
         first member runs.
         """
-        num_sharing = self.windows.count(None)  # layers with a window share nothing
-        if not num_sharing or not is_gpu(self.kv_cache.device):
+        group = self._sharing
+        if group is None or not is_gpu(self.kv_cache.device):
             return tokens
+        num_sharing = self.windows.count(None)  # layers with a window share nothing
         lens = tokens.context_lens[: tokens.num_decoding]
         block_size = self.kv_cache.block_size
         token_bytes = self.kv_cache.block_bytes // (block_size * self.kv_cache.layers_per_block)  # per layer
@@ -510,20 +513,20 @@ class Llama(Runner):
         if int(lens.sum()) < least:
             return tokens
         decoding = [row for row in batch if len(row.token_ids) == 1]
-        if len({row.blocks[0] for row in decoding}) == len(decoding):
+        if len({row.blocks[group] for row in decoding}) == len(decoding):
             return tokens
-        return replace(tokens, shared=shared_prefixes(_host_tables(decoding)[0], lens, block_size, least=least))
+        table = _host_tables(decoding, len(self.groups.windows))[group]
+        return replace(tokens, shared=shared_prefixes(table, lens, block_size, least=least))
 
     def _shared(self, tokens: FlatBatch) -> Shared | None:
         """Return the decoding sequences whose common blocks are read once for all of them."""
         count = tokens.num_decoding
         if count < 2 or is_gpu(self.kv_cache.device):  # a GPU's batch says so (`_with_shared`)
             return tokens.shared
-        if None not in self.groups.windows:
+        if self._sharing is None:
             return None  # nobody reads what lies before a window
         rows, lens = tokens.rows[:count], tokens.context_lens[:count]
-        table = tokens.tables[self.groups.windows.index(None)]
-        return shared_prefixes(table, lens, self.kv_cache.block_size, rows, LEAST_SAVED)
+        return shared_prefixes(tokens.tables[self._sharing], lens, self.kv_cache.block_size, rows, LEAST_SAVED)
 
     def _leave(self, tokens: FlatBatch, x: Tensor, residual: Tensor) -> Tensor:
         """Return the logits [rows that want them, vocab_size] from the last layer's output and the residual,
@@ -579,13 +582,12 @@ class Llama(Runner):
 
     def _warm_up_shared_reading(self) -> None:
         """Run two sequences of one token each as members of a shared prefix, which has no token. The kernels are the
-        same."""
-        device = self.kv_cache.device
-        batch = [BatchRow([0], 0, [0], wants_logits=True)] * 2
+        same. Both own the first row of the tables, which must have blocks."""
+        batch = [BatchRow([0], 0, [], wants_logits=True)] * 2
         shared = Shared(*(torch.tensor(each, dtype=torch.int32) for each in ([0, 1], [0, 2], [0])))
-        tokens = flatten(batch, range(2), to_device(_host_tables(batch), device))
+        tokens = flatten(batch, [0, 0], self.tables.by_group)
         with torch.inference_mode():
-            self._compute(replace(tokens, shared=shared).on(device))
+            self._compute(replace(tokens, shared=shared).on(self.kv_cache.device))
 
     def _begin_anew(self, lengths: Sequence[int], sampling: Sampling | None = None) -> StepResult:
         """Run prompts of the given lengths, all in the same blocks. `sampling`: how to choose a token after each; None:
@@ -636,9 +638,9 @@ class DecodeGraph:
     """A captured decoding step of `size` sequences, so that the host launches all its kernels in one call.
 
     It begins by moving each sequence to its next position: slots and context lengths are computed on the device, from
-    the block tables (`advance_decode`). Its input tensors keep their contents between runs. So while the same sequences
-    continue with the tokens that the device has just chosen, the host sends nothing. Otherwise it sends three numbers
-    per sequence.
+    the block tables (`advance_decode`, and `slot_mapping` for each further group of layers). Its input tensors keep
+    their contents between runs. So while the same sequences continue with the tokens that the device has just chosen,
+    the host sends nothing. Otherwise it sends three numbers per sequence.
 
     The tokens that the last step chose are copied into `chosen`, which all sizes share: [max_num_seqs] int64.
     """
@@ -734,7 +736,7 @@ class FlatBatch:
     Both parts keep the batch's order.
     """
 
-    tables: Tensor  # [any, max_blocks], the block tables, on the device
+    tables: Tensor  # [groups, any, max_blocks], the block tables of each group of layers, on the device
     ids: Tensor  # [tokens]; an id of -1 - i means chosen[i]
     positions: Tensor  # [tokens]
     token_rows: Tensor  # [tokens], each token's row of the block tables
@@ -820,6 +822,8 @@ class FlatBatch:
 def _host_tables(batch: Batch, num_groups: int = 1) -> Tensor:
     """Return the block tables of a batch's rows, on the host: [groups, seqs, max_blocks] int32."""
     max_blocks = max(len(row.blocks) for row in batch) // num_groups
+    if num_groups > 1:
+        max_blocks = -(-max_blocks // 4) * 4  # each group's begin at a multiple of 16 bytes, as in `DeviceTables`
     tables = np.full((num_groups, len(batch), max_blocks), -1, np.int32)
     for s, row in enumerate(batch):
         for group in range(num_groups):

@@ -118,7 +118,7 @@ def check_connector(asked: Settings, folder: Path, config: ModelConfig, tier: De
     """Raise InvalidRequest if the KV connector or the disk floor cannot be used, or if its other engines have blocks of
     another kind."""
     for connector in (asked.kv_connector, disk_floor(asked)):
-        if connector is not None and tier.groups(config).windows != (None,):
+        if connector is not None and config.groups.windows != (None,):
             name = "kv_connector" if connector is asked.kv_connector else "kv_cache_folder"
             raise InvalidRequest(
                 f"{name} is given, but some of the model's layers have a window, and blocks of such models are not "

@@ -46,7 +46,7 @@ def engine_config(asked: Settings, loaded: LoadedModel, host_sharers: int) -> En
         max_model_len=max_model_len,
         vocab_size=config.vocab_size,
         eos_token_ids=config.eos_token_ids,
-        group_windows=loaded.tier.groups(config).windows,
+        group_windows=config.groups.windows,
         async_scheduling=_is_async(asked, loaded),
         **{each.name: getattr(asked, each.name) for each in fields(EngineSettings)},
     )
@@ -70,7 +70,7 @@ def _blocks_that_fit(asked: Settings, loaded: LoadedModel, host_sharers: int) ->
 
 def _blocks_of_one(asked: Settings, loaded: LoadedModel, num_tokens: int) -> int:
     """The most blocks that a sequence of this length holds."""
-    windows = loaded.tier.groups(loaded.config).windows
+    windows = loaded.config.groups.windows
     at_once = most_at_once(asked.max_num_batched_tokens, _is_async(asked, loaded))
     return blocks_alone(windows, num_tokens, asked.block_size, at_once)
 

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Self
 
 from minipaged.contracts import Runner, Tier
 from minipaged.models.config import ModelConfig
-from minipaged.models.layer_groups import LayerGroups
 from minipaged.params import EngineConfig, KVCacheDtype
 
 
@@ -38,10 +37,6 @@ class DeviceTier(Tier, ABC):
         """Return this tier; or, if its device has no room for the kernels that the model needs, another one that agrees
         with the `device` and the `dtype` that the user gave. Raises InvalidRequest if there is none."""
         return self
-
-    def groups(self, config: ModelConfig) -> LayerGroups:
-        """The groups of the model's layers, each with its own block tables."""
-        return config.groups
 
     @abstractmethod
     def load_weights(self, folder: Path, config: ModelConfig) -> Any:
@@ -74,7 +69,7 @@ class DeviceTier(Tier, ABC):
         in_8_bits = kept_as(config, kv_cache_dtype) != "auto"  # then each head has a scale, in float32
         per_head = config.head_dim + 4 if in_8_bits else config.head_dim * self.ITEM_BYTES[self.dtype]
         kv_heads = max(config.num_key_value_heads, tensor_parallel_size)  # each rank has one at least
-        return block_size * self.groups(config).layers_per_block * 2 * kv_heads * per_head
+        return block_size * config.groups.layers_per_block * 2 * kv_heads * per_head
 
 
 def kept_as(config: ModelConfig, kv_cache_dtype: str) -> str:

@@ -7,7 +7,7 @@ import platform
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from minipaged.contracts import Runner, Tier
 from minipaged.errors import InvalidRequest
 from minipaged.models.config import ModelConfig
-from minipaged.models.layer_groups import LayerGroups
 from minipaged.models.shards import Shard, local_config
 from minipaged.params import EngineConfig
 from minipaged.tiers import devices
@@ -111,11 +110,6 @@ class FastTier(DeviceTier):
         group = config.num_attention_heads // config.num_key_value_heads
         return shape_problem(getattr(torch, self.dtype), config.head_dim, group, 10 * major + minor, shared_memory)
 
-    def groups(self, config: ModelConfig) -> LayerGroups:
-        """The groups of the model's layers. On a GPU there is one: layers with a window keep all blocks, as the others
-        do."""
-        return config.groups if self.device == "cpu" else LayerGroups((None,), (0,) * config.num_hidden_layers)
-
     def load_weights(self, folder: Path, config: ModelConfig) -> Any:
         with self.kernels_compiled():
             return self._load(folder, config)
@@ -179,7 +173,6 @@ class FastTier(DeviceTier):
         if self.device == "cuda":
             give_back_unused()
             print("preparing the GPU's kernels, which are compiled at the first start and then kept", file=sys.stderr)
-        config = replace(config, stage_groups=self.groups(config))
         scales = None
         if has_static_scales(config, engine_config):
             scales = torch.from_numpy(static_scales(config, weights.kv_scales)).to(self.device)

@@ -52,7 +52,7 @@ from tests.effort import examples, thorough
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 """|fast - reference| / |reference| over a row of logits: rounding piles up over the layers."""
 
-BLOCK_SIZE, NUM_BLOCKS = 4, 40
+BLOCK_SIZE, NUM_BLOCKS = 4, 64
 
 
 def config_of(**changes: object) -> ModelConfig:
@@ -155,6 +155,7 @@ class Twins:
     def next_step(self, query_lens: list[int], num_choices: list[int] | None = None) -> StepInput:
         """The next tokens of each sequence (0: it sits this one out). `num_choices`: logits for all, if left out."""
         rows, owners, copies = [], [], []
+        passed = self._give_back()
         for i, sequence in enumerate(self.sequences):
             if num_tokens := min(query_lens[i], len(self.texts[i]) - self.num_done[i]):
                 held = len(sequence.entries)
@@ -168,7 +169,15 @@ class Twins:
                 owners.append((request, sequence))
                 self.num_done[i] += num_tokens
         self.number += 1
-        return self.writer.write(self.number, rows, owners, BlockMoves(copy=tuple(copies)))
+        return self.writer.write(self.number, rows, owners, BlockMoves(copy=tuple(copies), poison=passed))
+
+    def _give_back(self) -> tuple[int, ...]:
+        """Give back what windows have passed. Returns the blocks that nobody holds any more, which become NaN."""
+        passed: list[int] = []
+        for sequence, num_done in zip(self.sequences, self.num_done, strict=True):
+            if isinstance(sequence.table, GroupedTable):
+                passed += [block for _, block in sequence.table.give_back(num_done)]
+        return tuple(sorted({block for block in passed if not self.allocator.ref_count(block)}))
 
     def run(self, *arguments: list[int]) -> StepInput:
         """The next step, on both tiers; compares the logits."""
@@ -502,6 +511,26 @@ PROMPTS_AMONG_DECODING: list[tuple[list[int], list[int], int | None, bool]] = [
 ]
 
 
+@pytest.mark.usefixtures("uncaptured")
+def test_a_captured_step_has_the_tables_and_the_slots_of_every_group() -> None:
+    """Far beyond four windows. What they have passed is NaN, or another's; one sequence gives way to another."""
+    config = replace(config_of(num_hidden_layers=3), layer_windows=(None, 3, 3))
+    twins = Twins(TRITON, torch.float32, config, seed=12)
+    assert twins.fast.groups.windows == (None, 3, 3)
+    for first in range(3):
+        twins.begin(DIGITS[first:] * 2, 5)
+    captured(twins)
+    replays = Replays(twins.fast)
+    twins.run([5, 5, 0], [1, 1, 0])
+    for _ in range(10):
+        twins.run([1, 1, 0], [1, 1, 0])
+    for query_lens in ([1, 0, 5], [1, 0, 1], [1, 0, 1], [1, 1, 1], [1, 1, 1], [1, 1, 1]):
+        twins.run(query_lens, [int(n > 0) for n in query_lens])
+    assert replays.sizes == [2] * 10 + [1, 2, 2, 4, 4, 4]
+    tables = [sequence.table for sequence in twins.sequences]
+    assert [list(table.holes) for table in tables] == [[0, 4, 4], [0, 3, 3], [0, 1, 1]]
+
+
 def begin_five(seed: int) -> Twins:
     twins = Twins(TRITON, torch.float32, config_of(), seed=seed)
     for first in range(5):
@@ -532,11 +561,11 @@ WAYS: dict[str, dict[str, object]] = {
 NUM_KNOWN = 9
 
 
-def run_at_random(way: str, num_steps: int = 20) -> list[str]:
+def run_at_random(way: str, *, windows: tuple[int | None, ...] = (), num_steps: int = 20) -> list[str]:
     """Eight sequences that begin one after another, in no order of theirs: in each step each may run a part of its
     prompt, or the token that was chosen for it. Returns the rows of each step: d for one token, p for more,
     in capitals where logits are wanted."""
-    twins = Twins(TRITON, torch.float32, config_of(), seed=7)
+    twins = Twins(TRITON, torch.float32, replace(config_of(), layer_windows=windows), seed=7)
     for first in range(8):
         twins.begin(DIGITS[first:], NUM_KNOWN)
     captured(twins)
@@ -592,9 +621,10 @@ def test_lanes_take_the_graphs_in_turns(monkeypatch: pytest.MonkeyPatch) -> None
 
 @thorough
 @pytest.mark.usefixtures("uncaptured")
+@pytest.mark.parametrize("windows", [(), (3, None)], ids=["all see everything", "windows"])
 @pytest.mark.parametrize("way", WAYS)
-def test_logits_agree_whichever_way_a_mixed_batch_goes(way: str) -> None:
-    steps = run_at_random(way)
+def test_logits_agree_whichever_way_a_mixed_batch_goes(way: str, windows: tuple[int | None, ...]) -> None:
+    steps = run_at_random(way, windows=windows)
     mixed = [step for step in steps if {"d", "p"} <= set(step.lower())]
     assert len(mixed) > 10
     assert any("P" in step and "D" in step.partition("P")[2] for step in mixed), "a prompt's logits are not the last"

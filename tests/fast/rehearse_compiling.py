@@ -47,6 +47,7 @@ class Case:
     model_type: str = "llama"
     window: int | None = None
     """Of layers, of those that have one in this type of model."""
+    num_layers: int = 1
     head_dim: int = 64
     kv_heads: int = 2
     group: int = 3
@@ -190,7 +191,7 @@ fast_llama.LEAST_SAVED_ON_GPU = 1  # common blocks are read once for many sequen
 
 
 def model(case: Case) -> tuple[ModelConfig, dict[str, torch.Tensor | StoredMatrix]]:
-    """A Llama of one layer, or a cousin (of two, if one may have a window), all zeros."""
+    """A Llama or a cousin, all zeros."""
     intermediate = 1100 if case.packed else 96  # so that inputs are divided
     config = ModelConfig.from_dict(
         {
@@ -198,7 +199,7 @@ def model(case: Case) -> tuple[ModelConfig, dict[str, torch.Tensor | StoredMatri
             "vocab_size": case.vocab,
             "hidden_size": 64,
             "intermediate_size": intermediate,
-            "num_hidden_layers": 1 if case.window is None else 2,
+            "num_hidden_layers": case.num_layers,
             "num_attention_heads": case.kv_heads * case.group,
             "num_key_value_heads": case.kv_heads,
             "head_dim": case.head_dim,
@@ -308,14 +309,16 @@ def rehearse(case: Case) -> dict[str, Any]:
     for function in numba_functions():
         function._reset_overloads()
     config, weights = model(case)
+    windows = config.groups.windows
     settings: dict[str, Any] = {
         "block_size": case.block_size,
         "num_blocks": case.num_blocks,
         "num_swap_blocks": case.num_blocks,
         "max_num_seqs": case.max_num_seqs,
         "max_num_batched_tokens": case.max_num_batched_tokens,
-        "max_model_len": min(config.max_position_embeddings, case.num_blocks * case.block_size),
+        "max_model_len": min(config.max_position_embeddings, case.num_blocks // len(windows) * case.block_size),
         "vocab_size": case.vocab,
+        "group_windows": windows,
     }
     torch.cuda.get_device_capability = lambda device=None: divmod(case.capability, 10)
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=case.sms)

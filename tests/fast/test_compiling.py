@@ -54,7 +54,8 @@ MODELS: list[dict[str, Any]] = [
     {"model_type": "qwen2"},
     {"model_type": "mistral", "window": 40, "num_blocks": 60},
     {"model_type": "mistral", "window": 150, "num_blocks": 60, "max_num_seqs": 40, "sms": 20, "dtype": "float32"},
-    {"model_type": "gemma2", "window": 300, "num_blocks": 60, "head_dim": 256, "group": 2},
+    {"model_type": "gemma2", "window": 300, "num_layers": 2, "num_blocks": 90, "head_dim": 256, "group": 2},
+    {"model_type": "gemma2", "window": 40, "num_layers": 3, "num_blocks": 90, "small_layers": False},
     {"model_type": "qwen3", "head_dim": 128},
     {"model_type": "qwen3", "head_dim": 36, "kv_heads": 3, "dtype": "float16"},  # the second norm at an odd address
     {"head_dim": 36, "group": 1, "kv_heads": 1, "dtype": "float16", "small_layers": False},  # 72 bytes a query token
@@ -84,9 +85,18 @@ def rehearse(name: str, cases: list[dict[str, Any]]) -> list[Report]:
     return [json.loads(line) for line in printed.splitlines()]
 
 
+GROUPS = {"model_type": "gemma2", "window": 40, "num_layers": 5, "num_blocks": 90, "max_num_seqs": 5}
+"""Three groups of layers."""
+
+
 @pytest.fixture(scope="module")
-def report() -> Report:
-    return rehearse("rehearsed-compiling", [{"requests": 40, "packed": "int8"}])[0]
+def reports() -> list[Report]:
+    return rehearse("rehearsed-compiling", [{"requests": 40, "packed": "int8"}, GROUPS])
+
+
+@pytest.fixture(scope="module")
+def report(reports: list[Report]) -> Report:
+    return reports[0]
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +123,14 @@ def check(report: Report) -> None:
 
 def test_nothing_compiles_while_requests_are_served(report: Report) -> None:
     check(report)
+
+
+def test_nothing_compiles_for_groups_of_layers_and_no_kernel_twice_for_their_tables(reports: list[Report]) -> None:
+    """Tables at an address that 16 does not divide would take kernels of their own."""
+    check(reports[1])
+    assert reports[1]["served"]["blocks_passed"] > 10
+    compiled = [each for phase in reports[1]["compiled"].values() for each in phase]
+    assert [each for each in compiled if "('*i32', '')" in each] == []
 
 
 def test_the_rehearsal_comes_to_all_kernels_and_to_all_that_moves_blocks(report: Report) -> None:

@@ -281,10 +281,12 @@ def test_logits_are_the_references(dtype: torch.dtype, kv_cache_dtype: str, monk
 
 
 @pytest.mark.usefixtures("uncaptured")
+@pytest.mark.parametrize("windows", [(), (200, 5)], ids=["all see everything", "windows"])
 def test_a_step_that_shares_is_not_replayed_and_its_prefixes_stay_while_its_sequences_go_on(
-    monkeypatch: pytest.MonkeyPatch,
+    windows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    twins = Twins(TRITON, torch.float32, config_of(), seed=8)
+    """The window of 200 is longer than a sequence can be, and such layers share. They are the second group."""
+    twins = Twins(TRITON, torch.float32, replace(config_of(), layer_windows=windows), seed=8)
     twins.begin([7 * i % 64 for i in range(90)], 68)
     twins.run([68], [1])
     twins.fork(0)
@@ -301,10 +303,13 @@ def test_a_step_that_shares_is_not_replayed_and_its_prefixes_stay_while_its_sequ
         twins.run([1, 1, 1], [1, 1, 1])
     twins.begin([1, 2, 3, 4, 5, 6, 7, 8])
     twins.run([1, 1, 1, 5], [1, 1, 1, 1])  # beside a prompt
-    assert seen.prefixes == [[([0, 1, 2], 68)]] * 6
+    window_shares: list[Any] = [[]] if windows else []  # its layer has the same place in its group's blocks
+    assert seen.prefixes == [[([0, 1, 2], 68)], *window_shares] * 6
     assert len(searched) == 3
     assert replays.sizes == []
     saved = 2 * 68 * 2 * 2 * 32 * 4  # bytes: two read what the third reads; keys, values; 2 heads of 32 numbers
+    if windows:
+        saved //= 2  # by one of two layers
     for least, sizes in ((saved + 1, [4]), (saved, [])):
         monkeypatch.setattr(fast_llama, "LEAST_SAVED_ON_GPU", least)
         before = len(replays.sizes)

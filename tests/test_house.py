@@ -76,7 +76,7 @@ HOUSE = {
     ),
     # The one room that knows the wings.
     "tiers": Room(
-        "contracts errors models.config models.layer_groups models.shards params",
+        "contracts errors models.config models.shards params",
         late={"whoever chooses a tier loads what it needs, and only that": "fast models.loading numpy reference torch"},
     ),
     "simulation": Room("contracts engine errors events mirror params scheduling steps tiers"),

@@ -577,8 +577,8 @@ print(f"the pool of the layers that see everything then has {used:,} of {for_lon
 # - **Samples and beams that were preempted give nothing back until all of them have caught up**, because they share
 #   their beginning.
 # - **Blocks that no hit can use after the cliff stay in the cache** until they are the oldest.
-# - **On a GPU nothing is given back yet**: there all layers have one block table
-#   ([cousins of Llama](../docs/concepts/llama.md#cousins)).
+# - **On a GPU nothing is measured yet**: the code for it has run without one
+#   ([on a GPU](../docs/gpu.md#windows-soft-caps-sinks)).
 #
 # ## Exercises
 #

@@ -172,7 +172,8 @@ class DeviceTables:
         """[any, max_blocks] int32: all tables of the first group of layers, then all of the next. Entries of a row past
         its table's last block are undefined, and so are holes."""
         self.by_group = self.tables.view(num_groups, apart, max_blocks)
-        """The same, [groups, num_lanes * max_rows or more, max_blocks]. A sequence has the same row in all groups."""
+        """These tables by group, [groups, num_lanes * max_rows or more, max_blocks]. A sequence has the same row in
+        each."""
         self.max_rows = max_rows
         self._kernels = kernels
         self._num_blocks = [0] * rows  # the number of logical blocks in each row

@@ -35,7 +35,7 @@ from minipaged.reference.block_allocator import BlockAllocator
 from minipaged.reference.block_table import BlockTable
 from minipaged.steps import LOGITS, Begun, Forked, StepInput, TableChange
 from minipaged.testing.content_runner import ContentRunner
-from tests.workloads import WorkloadRun, random_workload
+from tests.workloads import WorkloadRun, random_workload, windowed
 
 GPU_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MAX_TABLES = 5
@@ -218,10 +218,12 @@ class TablesRunner(ContentRunner):
         rows = [row.sequence for row in self.mirror.rows]
         places = self.tables.rows_of(rows)
         assert len(set(places)) == len(places)
-        on_device = self.tables.tables.tolist()
+        by_group = self.tables.by_group.tolist()
         for sequence, place in zip(rows, places, strict=True):
             blocks = self.mirror.sequences[sequence].blocks
-            assert on_device[place][: len(blocks)] == blocks
+            for group, on_device in enumerate(by_group):
+                expected = blocks[group :: len(by_group)]
+                assert on_device[place][: len(expected)] == expected
         return result
 
 
@@ -233,13 +235,16 @@ class TablesRunner(ContentRunner):
 def test_the_tables_on_the_device_are_those_of_the_engine(
     kernels: BlockTableKernels, device: str, number: int, least: int
 ) -> None:
-    """At every step, with twice as many rows as sequences may run. (The oracle makes sure that the mirror is right.)"""
+    """At every step, with twice as many rows as sequences may run; in some workloads for several groups of layers. (The
+    oracle makes sure that the mirror is right.)"""
     for seed in range(examples(number, least)):
-        workload, num_lanes = random_workload(seed), 1 + seed % 3
+        workload, num_lanes = (windowed if seed % 4 == 1 else random_workload)(seed), 1 + seed % 3
         config = replace(workload.config, pipeline_parallel_size=num_lanes)
         run = WorkloadRun(replace(workload, config=config), make_runner=TablesRunner, steady=seed % 2 == 0)
         assert isinstance(run.runner, TablesRunner)
-        run.runner.tables = DeviceTables(2 * config.max_num_seqs, config.num_blocks, device, kernels, num_lanes)
+        sizes = 2 * config.max_num_seqs, max(config.num_blocks, config.max_model_len)
+        groups = len(config.group_windows)
+        run.runner.tables = DeviceTables(*sizes, device, kernels, num_lanes, groups)
         run.to_the_end()
         run.check_outputs()
 

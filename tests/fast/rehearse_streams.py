@@ -4,9 +4,9 @@ The engine serves requests of every kind by the fast tier's Llama, which takes t
 one, a pretended one (`pretended_gpu.py`). A process of its own, because `torch.cuda` is replaced in it.
 
 One line of JSON for each rehearsal: what was served, and what was found. The first four are of the code as it is, with
-asynchronous scheduling and graphs, on and off. The next two hand blocks over, to the reference and from it. Then come
-`CASES`, which try out the pretended GPU itself. The others are of the code with one of the mistakes of
-`stream_mistakes.py` in it, and end at the first thing found.
+asynchronous scheduling and graphs, on and off. The fifth serves a model with windows. The next two hand blocks over, to
+the reference and from it. Then come `CASES`, which try out the pretended GPU itself. The others are of the code with
+one of the mistakes of `stream_mistakes.py` in it, and end at the first thing found.
 """
 
 # ruff: noqa: E402 (who has a GPU is decided before the rest of the wing is imported)
@@ -36,6 +36,7 @@ from minipaged.engine.block_manager import BlockManager
 from minipaged.engine.connected_memory import ConnectedBlockManager
 from minipaged.engine.engine import Engine
 from minipaged.engine.floors import FlooredBlockManager
+from minipaged.engine.grouped_memory import GroupedBlockManager
 from minipaged.engine.memory import MakeMemory
 from minipaged.fast import llama as fast_llama
 from minipaged.fast.gpu import advance_decode
@@ -70,6 +71,8 @@ MODEL = ModelConfig.from_dict(
         "max_position_embeddings": MAX_MODEL_LEN,
     }
 )
+FORGETFUL = replace(MODEL, num_hidden_layers=2, layer_windows=(None, 5))
+"""Two groups of layers. The second has a few blocks of each sequence."""
 
 HANDSHAKE = Handshake(
     model="rehearsed",
@@ -187,15 +190,16 @@ class FailingLlama(fast_llama.Llama):
         return graph
 
 
-def config(*, asynchronous: bool) -> EngineConfig:
+def config(model: ModelConfig = MODEL, *, asynchronous: bool) -> EngineConfig:
     return EngineConfig(
-        num_blocks=NUM_BLOCKS,
+        num_blocks=NUM_BLOCKS + 7 * len(model.groups.windows[1:]),
         num_swap_blocks=NUM_SWAP_BLOCKS,
         block_size=BLOCK_SIZE,
         max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=16,
         max_model_len=MAX_MODEL_LEN,
         vocab_size=MODEL.vocab_size,
+        group_windows=model.groups.windows,
         preemption="swap",
         enable_prefix_caching=True,
         async_scheduling=asynchronous,
@@ -226,6 +230,7 @@ def serve(engine: Engine, report: Report, *, enough: Callable[[Tokens], bool] = 
         "blocks swapped in": stats.blocks_swapped_in,
         "blocks copied": stats.blocks_copied,
         "tokens found in the prefix cache": stats.prefix_cache_hit_tokens,
+        "blocks passed": stats.blocks_passed,
         "blocks stored": stats.blocks_stored,
         "blocks loaded": stats.blocks_loaded,
     }
@@ -233,24 +238,29 @@ def serve(engine: Engine, report: Report, *, enough: Callable[[Tokens], bool] = 
 
 
 @functools.cache
-def weights() -> dict[str, torch.Tensor]:
+def weights(model: ModelConfig) -> dict[str, torch.Tensor]:
     drawn = torch.Generator().manual_seed(0)
-    return {name: 0.3 * torch.randn(shape, generator=drawn) for name, shape in weight_shapes(MODEL).items()}
+    return {name: 0.3 * torch.randn(shape, generator=drawn) for name, shape in weight_shapes(model).items()}
 
 
 @functools.cache
-def references_tokens(folder: str | None = None) -> Tokens:
+def references_tokens(folder: str | None = None, model: ModelConfig = MODEL) -> Tokens:
     """Of the reference tier, one step after another."""
-    return serve(references_engine(folder), Report("reference"))
+    return serve(references_engine(folder, model), Report("reference"))
 
 
-def references_engine(folder: str | None) -> Engine:
+def references_engine(folder: str | None, model: ModelConfig = MODEL) -> Engine:
     """`folder`: where it leaves its blocks, and takes others."""
-    arrays = {name: tensor.numpy() for name, tensor in weights().items()}
-    cache = ReferenceCache(1, NUM_BLOCKS, BLOCK_SIZE, 1, MODEL.head_dim, NUM_SWAP_BLOCKS)
-    runner = ReferenceLlama(MODEL, arrays, cache)
-    memory = connected(runner, SharedStorageConnector(folder)) if folder else BlockManager
-    return Engine(config(asynchronous=False), reference_tier(), runner, memory=memory)
+    arrays = {name: tensor.numpy() for name, tensor in weights(model).items()}
+    sizes = config(model, asynchronous=False)
+    shape = sizes.num_blocks, BLOCK_SIZE, 1, MODEL.head_dim, NUM_SWAP_BLOCKS
+    runner = ReferenceLlama(model, arrays, ReferenceCache(model.num_hidden_layers, *shape, places=model.groups.places))
+    memory = connected(runner, SharedStorageConnector(folder)) if folder else memory_of(model)
+    return Engine(sizes, reference_tier(), runner, memory=memory)
+
+
+def memory_of(model: ModelConfig) -> MakeMemory:
+    return GroupedBlockManager if model.layer_windows else BlockManager
 
 
 # --- Rehearsals -----------------------------------------------------------------------------------
@@ -303,28 +313,31 @@ def rehearse(
     to_the_end: bool = False,
     connector: SharedStorageConnector | None = None,
     folder: str | None = None,
+    model: ModelConfig = MODEL,
 ) -> Report:
     """Serve on the pretended GPU; to the first thing found, unless `to_the_end`. `folder`: of the floor on disk."""
     report = Report(name)
     with pretended_gpu() as gpu:
         try:
-            on_device = {name: tensor.to(DEVICE) for name, tensor in weights().items()}
-            cache = KVCache(1, NUM_BLOCKS, BLOCK_SIZE, 1, MODEL.head_dim, NUM_SWAP_BLOCKS, torch.float32, device=DEVICE)
-            llama = FailingLlama(MODEL, on_device, cache, max_num_seqs=MAX_NUM_SEQS, max_model_len=MAX_MODEL_LEN)
+            on_device = {name: tensor.to(DEVICE) for name, tensor in weights(model).items()}
+            sizes = config(model, asynchronous=asynchronous)
+            shape = sizes.num_blocks, BLOCK_SIZE, 1, MODEL.head_dim, NUM_SWAP_BLOCKS
+            places = model.groups.places
+            cache = KVCache(model.num_hidden_layers, *shape, torch.float32, places=places, device=DEVICE)
+            llama = FailingLlama(model, on_device, cache, max_num_seqs=MAX_NUM_SEQS, max_model_len=MAX_MODEL_LEN)
             with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=torch.cuda.Stream()):
                 pass  # somebody else's
             if not graphs:
                 llama._graphs = {}
             gpu.waits.clear()
-            expected = references_tokens()
+            expected = references_tokens(model=model)
 
             def found(tokens: Tokens) -> bool:
                 report.races, report.waits = dict(gpu.order.races), dict(gpu.waits)
                 report.others = [request for request in tokens if tokens[request] != expected[request]]
                 return report.found and not to_the_end
 
-            memory: MakeMemory = connected(llama, connector) if connector else BlockManager
-            sizes = config(asynchronous=asynchronous)
+            memory = connected(llama, connector) if connector else memory_of(model)
             if folder:
                 memory = floored(llama, folder)
                 sizes = replace(sizes, kv_cache_tiers=("host", "disk"), num_swap_blocks=2, preemption="auto")
@@ -472,6 +485,7 @@ def main() -> None:
         for graphs in (True, False):
             name = f"{asynchronous=}, {graphs=}"
             tell(rehearse(name, asynchronous=asynchronous, graphs=graphs, to_the_end=True))
+    tell(rehearse("windows", to_the_end=True, model=FORGETFUL))
     roles: tuple[Role, ...] = ("kv_producer", "kv_consumer")
     for role in roles:
         tell(hand_over(role))

@@ -43,11 +43,23 @@ def test_nothing_races_and_every_request_gets_the_references_tokens(
     assert list(report["waits"]) == ["Arriving.arrays"]
     happened = report["happened"]
     assert happened["failures"] == 2
-    apart = {"sizes of graphs", "sizes with padding", "steps in two parts", "blocks stored", "blocks loaded"}
+    apart = {"sizes of graphs", "sizes with padding", "steps in two parts"}
+    apart |= {"blocks stored", "blocks loaded", "blocks passed"}
     served = {name: number for name, number in happened.items() if name not in apart}
     assert all(served.values()), served
     assert (happened["steps in two parts"] > 0) == graphs
     assert (happened["sizes of graphs"] >= 3 and happened["sizes with padding"] >= 1) == graphs, happened
+
+
+def test_nothing_races_for_groups_of_layers(reports: dict[str, Report]) -> None:
+    """Each has tables of its own, whose slots a graph looks up, and gives back blocks that are swapped and computed."""
+    report = reports["windows"]
+    assert report["races"] == {}
+    assert report["others"] == []
+    assert list(report["waits"]) == ["Arriving.arrays"]
+    happened = {name: n for name, n in report["happened"].items() if name not in ("blocks stored", "blocks loaded")}
+    assert all(happened.values()), happened
+    assert happened["blocks passed"] > 20
 
 
 def test_blocks_are_handed_over_in_order(reports: dict[str, Report]) -> None:

@@ -1,4 +1,6 @@
-"""Convert a GGUF file (llama.cpp's format) of a Llama, Mistral, Qwen2 or Qwen3 to a folder in transformers' format.
+"""Convert a GGUF file (llama.cpp's format) to a folder in transformers' format.
+
+It may hold a Llama, Mistral, Qwen2, Qwen3, Gemma 2 or Gemma 3 (its text model).
 
 A GGUF file is a whole model: metadata (the shape of the model, its tokenizer, its chat template) and the weights,
 usually quantized. The conversion happens once, and every later start just reads safetensors:
@@ -8,7 +10,12 @@ usually quantized. The conversion happens once, and every later start just reads
 - the tensors get the names of transformers' checkpoints;
 - the rows of q_proj and k_proj return to transformers' order. Rotary embedding rotates pairs of dimensions: llama.cpp
   pairs neighbours (0, 1), (2, 3), ...; transformers pairs the halves (0, d/2), (1, d/2 + 1), .... Therefore
-  llama.cpp's converter has moved the rows of a Llama. It leaves Qwen's rows, because there it pairs halves too.
+  llama.cpp's converter has moved the rows of a Llama. It leaves Qwen's and Gemma's rows, because there it pairs halves
+  too;
+- the norms of a Gemma lose the 1 that llama.cpp's converter has added: transformers stores w - 1.
+
+Files name the window of a model, but seldom the layers that have it. Then they are those that llama.cpp gives it
+(`WINDOW_PERIODS`).
 """
 
 from __future__ import annotations
@@ -25,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minipaged.errors import ModelError
-from minipaged.models.config import ARCHITECTURES, ModelConfig, RopeScaling, weight_shapes
+from minipaged.models.config import ARCHITECTURES, GEMMAS, ModelConfig, RopeScaling, weight_shapes
 from minipaged.models.gguf_tokenizer import build_tokenizer, end_token_ids, token_id, tokenizer_config
 from minipaged.models.loading import STORED_DTYPES
 from minipaged.models.quantized.gguf_blocks import BLOCKS
@@ -51,6 +58,19 @@ LAYER_NAMES = {
 }
 """`blk.{i}.<key>.weight` in GGUF is `model.layers.{i}.<value>.weight` in transformers; the same holds for `.bias`."""
 
+GEMMA_LAYER_NAMES = LAYER_NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text"}
+"""For each general.architecture that is read, transformers' model_type. A 'llama' with a window is a Mistral."""
+
+WINDOW_PERIODS = {"llama": 0, "gemma2": 2, "gemma3": 6}
+"""Which layers have the window, where the file does not say it: all but each n-th; 0: all. Qwen2 and Qwen3 have no such
+rule."""
+
 ROPE_FREQS = "rope_freqs.weight"
 """[head_dim / 2]: the divisor of each rotary frequency. Only Llama 3.1 and similar models have this tensor."""
 
@@ -68,7 +88,9 @@ def convert(
     metadata, tensors = _read(gguf_path)
     try:
         config = _config(metadata, tensors)
-        kinds = {_name(name): tensor.tensor_type.name for name, tensor in tensors.items() if _dtype(tensor) == "U8"}
+        names = GEMMA_LAYER_NAMES if config["model_type"] in GEMMAS else LAYER_NAMES
+        sources = {_name(name, names): tensor for name, tensor in tensors.items() if name != ROPE_FREQS}
+        kinds = {name: tensor.tensor_type.name for name, tensor in sources.items() if _dtype(tensor) == "U8"}
         if kinds and packed:
             types = {name.removesuffix(".weight"): kind for name, kind in kinds.items()}
             config["quantization_config"] = {"quant_method": "gguf", "tensor_types": types}
@@ -77,8 +99,8 @@ def convert(
         ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         _write_json(folder / "generation_config.json", ids)
         _write_tokenizer(folder, gguf_path, metadata)
-        model_config, rows_are_moved = ModelConfig.from_dict(config), config["model_type"] == "llama"
-        _write_weights(folder / "model.safetensors", model_config, tensors, rows_are_moved, packed, progress)
+        model_config, rows_are_moved = ModelConfig.from_dict(config), config["model_type"] in ("llama", "mistral")
+        _write_weights(folder / "model.safetensors", model_config, sources, rows_are_moved, packed, progress)
     except ModelError as error:
         raise ModelError(f"{gguf_path}: {error}") from None
     except OSError:  # says which file; the disk may be full
@@ -123,8 +145,9 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
 def _config(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) -> dict[str, Any]:
     """The `config.json` of the model, in the format of transformers v4 (v5 reads it too)."""
     architecture = metadata.get("general.architecture")
-    if architecture not in ("llama", "qwen2", "qwen3"):  # to GGUF, Mistral is a 'llama'
-        raise ModelError(f"general.architecture is {architecture!r}; only 'llama', 'qwen2' and 'qwen3' are supported")
+    if architecture not in MODEL_TYPES:  # to GGUF, Mistral is a 'llama'
+        *known, last = map(repr, MODEL_TYPES)
+        raise ModelError(f"general.architecture is {architecture!r}; only {', '.join(known)} and {last} are supported")
     if experts := metadata.get(f"{architecture}.expert_count"):
         raise ModelError(f"the model is a mixture of {experts} experts; only dense models are supported")
     if metadata.get("split.count", 1) > 1:
@@ -132,11 +155,15 @@ def _config(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) ->
     own = _own_settings(metadata, f"{architecture}.")
     hidden_size, num_heads = own["embedding_length"], own["attention.head_count"]
     head_dim = own.get("attention.key_length", hidden_size // num_heads)
-    _check_settings(metadata, own, architecture, head_dim)
+    # llama.cpp recognises the largest Gemma by its layers; its scores are not divided by the square root of head_dim.
+    largest = own["block_count"] == LAYERS_OF_27B.get(architecture)
+    score_divisor = hidden_size // num_heads if largest else head_dim
+    _check_settings(metadata, own, architecture, head_dim, score_divisor)
     bos, pad = (token_id(metadata, role) for role in ("bos", "padding"))
-    return {
-        "architectures": [ARCHITECTURES[architecture][0]],
-        "model_type": architecture,
+    model_type = MODEL_TYPES[architecture]
+    config: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[model_type][0]],
+        "model_type": model_type,
         "torch_dtype": "float32",
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
         "hidden_size": hidden_size,
@@ -151,15 +178,58 @@ def _config(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) ->
         "rms_norm_eps": _shortest(own["attention.layer_norm_rms_epsilon"]),
         "rope_theta": _shortest(own.get("rope.freq_base", 10000.0)),
         "rope_scaling": _rope_scaling(own, f"{architecture}.rope", tensors, head_dim),
-        # A window is not written: up to its length, it makes no difference.
-        "max_position_embeddings": min(
-            own["context_length"], own.get("attention.sliding_window") or own["context_length"]
-        ),
+        "max_position_embeddings": own["context_length"],
         "tie_word_embeddings": "output.weight" not in tensors,
         "bos_token_id": bos,
         "eos_token_id": end_token_ids(metadata),
         "pad_token_id": pad,
     }
+    if model_type in GEMMAS:
+        del config["hidden_act"]
+        config |= {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": score_divisor}
+    if model_type == "gemma2":  # llama.cpp has these defaults
+        config["attn_logit_softcapping"] = own.get("attn_logit_softcapping", 50.0) or None
+        config["final_logit_softcapping"] = own.get("final_logit_softcapping", 30.0) or None
+    if model_type == "gemma3_text":
+        config["final_logit_softcapping"] = own.get("final_logit_softcapping") or None
+        config["rope_local_base_freq"] = _shortest(own.get("rope.freq_base_swa", 10000.0))
+    return config | _window_settings(own, architecture)
+
+
+LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
+
+
+def _window_settings(own: GgufMetadata, architecture: str) -> dict[str, Any]:
+    """The settings of config.json that say which layers have a window, and of how many tokens."""
+    key, pattern_key = "attention.sliding_window", "attention.sliding_window_pattern"
+    num_layers, length = own["block_count"], own["context_length"]
+    window = own.get(key, 4096 if architecture == "gemma2" else 0)
+    pattern = own.get(pattern_key, WINDOW_PERIODS.get(architecture) if window else None)
+    if isinstance(pattern, list):
+        slides = [bool(each) for each in pattern]
+    else:
+        slides = [not pattern or i % pattern < pattern - 1 for i in range(num_layers)]
+    if pattern is not None and (len(slides) != num_layers or (any(slides) and not window)):
+        raise ModelError(
+            f"{own.prefix}{pattern_key} is {pattern!r}, which does not fit {num_layers} layers with a window of "
+            f"{window} tokens; use the safetensors checkpoint of this model, whose config.json names the layers"
+        )
+    if architecture in ("gemma2", "gemma3"):  # in Gemma 3, such layers have rotary frequencies of their own, too
+        kinds = ["sliding_attention" if each and window else "full_attention" for each in slides]
+        return {"sliding_window": window or length, "layer_types": kinds}
+    if not any(slides) or not 0 < window < length:
+        return {}
+    if architecture == "llama":
+        if not all(slides):
+            raise ModelError(
+                f"{own.prefix}{pattern_key} is {pattern!r}, but a 'llama' with a window is a Mistral, all of whose "
+                "layers have it; use the safetensors checkpoint of this model"
+            )
+        return {"architectures": [ARCHITECTURES["mistral"][0]], "model_type": "mistral", "sliding_window": window}
+    if pattern is None:  # up to the window's length, it makes no difference which layers have it
+        return {"max_position_embeddings": window}
+    kinds = ["sliding_attention" if each else "full_attention" for each in slides]
+    return {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
 
 
 class GgufMetadata(dict[str, Any]):
@@ -187,14 +257,19 @@ def _own_settings(metadata: Mapping[str, Any], prefix: str) -> GgufMetadata:
     return own
 
 
-OF_EACH_LAYER = ("feed_forward_length", "attention.head_count", "attention.head_count_kv")
+OF_EACH_LAYER = ("feed_forward_length", "attention.head_count", "attention.head_count_kv", "attention.sliding_window")
 
 READ = {
     *("block_count", "context_length", "embedding_length", *OF_EACH_LAYER, "attention.key_length"),
-    *("attention.layer_norm_rms_epsilon", "attention.sliding_window", "rope.freq_base"),
+    *("attention.layer_norm_rms_epsilon", "attention.sliding_window_pattern", "rope.freq_base"),
     *("rope.scaling.type", "rope.scaling.factor", "rope.scale_linear"),
 }
 """The keys of an architecture that the conversion reads into config.json."""
+READ_OF_GEMMA = {
+    "gemma2": {"attn_logit_softcapping", "final_logit_softcapping"},
+    "gemma3": {"final_logit_softcapping", "rope.freq_base_swa"},
+}
+"""Keys that it reads of these architectures only."""
 
 ANY = object()
 HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -217,7 +292,9 @@ OTHER_FILES = ("adapter.", "clip.", "diffusion.", "xielu.")
 """Prefixes of keys that only files of unsupported kinds contain."""
 
 
-def _check_settings(metadata: Mapping[str, Any], own: Mapping[str, Any], architecture: str, head_dim: int) -> None:
+def _check_settings(
+    metadata: Mapping[str, Any], own: Mapping[str, Any], architecture: str, head_dim: int, score_divisor: int
+) -> None:
     """Raises ModelError for a key that would change the result but is not supported."""
     if (rotary_dim := own.get("rope.dimension_count", head_dim)) != head_dim:
         raise ModelError(
@@ -230,11 +307,11 @@ def _check_settings(metadata: Mapping[str, Any], own: Mapping[str, Any], archite
     odd = {
         f"{architecture}.{key}": value
         for key, value in own.items()
-        if key not in READ
+        if key not in READ | READ_OF_GEMMA.get(architecture, set())
         and not (key.startswith("rope.scaling.") and own.get("rope.scaling.type") == "none")
         and not (_is_one_of(value, harmless[key]) if key in harmless else _says_nothing(value))
     }
-    if (scale := own.get("attention.scale")) and math.isclose(scale, head_dim**-0.5, rel_tol=1e-5):
+    if (scale := own.get("attention.scale")) and math.isclose(scale, score_divisor**-0.5, rel_tol=1e-5):
         del odd[f"{architecture}.attention.scale"]
     odd |= {key: value for key, value in metadata.items() if key.startswith(OTHER_FILES)}
     if (kind := metadata.get("general.type", "model")) != "model":
@@ -299,13 +376,12 @@ def _write_tokenizer(folder: Path, gguf_path: Path, metadata: Mapping[str, Any])
 def _write_weights(
     path: Path,
     config: ModelConfig,
-    tensors: Mapping[str, ReaderTensor],
+    sources: Mapping[str, ReaderTensor],
     rows_are_moved: bool,
     packed: bool,
     progress: Callable[[int, int], None] | None,
 ) -> None:
     """Write a safetensors file (see loading.py) tensor by tensor, so that memory never holds all weights."""
-    sources = {_name(name): tensor for name, tensor in tensors.items() if name != ROPE_FREQS}
     shapes = weight_shapes(config)
     if odd := sorted(sources.keys() ^ shapes.keys()):
         there = "missing" if odd[0] in shapes else "not part of a supported model"
@@ -316,7 +392,7 @@ def _write_weights(
         stored = tuple(int(n) for n in reversed(sources[name].shape))  # GGUF counts dimensions from the fastest
         if stored != shape:
             raise ModelError(f"tensor '{name}' has shape {stored}, but by the metadata it should have {shape}")
-        dtype = _dtype(sources[name]) if packed else "F32"
+        dtype = _dtype(sources[name]) if packed and not _is_gemmas_norm(name, config) else "F32"
         written = sources[name].data.shape if dtype == "U8" else shape
         begin, end = end, end + STORED_DTYPES[dtype].itemsize * int(np.prod(written))
         header[name] = {"dtype": dtype, "shape": [int(n) for n in written], "data_offsets": [begin, end]}
@@ -349,11 +425,17 @@ def _values(name: str, tensor: ReaderTensor, dtype: str, config: ModelConfig, ro
         except NotImplementedError:
             kind = tensor.tensor_type.name
             raise ModelError(f"tensor '{name}' has type {kind}, which cannot be dequantized") from None
-    if name.endswith(("q_proj.weight", "q_proj.bias")) and rows_are_moved:
+    if _is_gemmas_norm(name, config):
+        values = values - np.float32(1)
+    elif name.endswith(("q_proj.weight", "q_proj.bias")) and rows_are_moved:
         values = _split_halves(values, config.num_attention_heads)
     elif name.endswith(("k_proj.weight", "k_proj.bias")) and rows_are_moved:
         values = _split_halves(values, config.num_key_value_heads)
     return np.ascontiguousarray(values, STORED_DTYPES[dtype])
+
+
+def _is_gemmas_norm(name: str, config: ModelConfig) -> bool:
+    return config.gemma and name.endswith("norm.weight")
 
 
 def _split_halves(rows: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
@@ -362,7 +444,7 @@ def _split_halves(rows: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
-def _name(gguf_name: str) -> str:
+def _name(gguf_name: str, layer_names: Mapping[str, str]) -> str:
     """The tensor's name in transformers; a name without a counterpart stays as it is."""
     whole = {
         "token_embd.weight": "model.embed_tokens.weight",
@@ -372,8 +454,8 @@ def _name(gguf_name: str) -> str:
     if gguf_name in whole:
         return whole[gguf_name]
     match gguf_name.split("."):
-        case ["blk", layer, part, ("weight" | "bias") as kind] if part in LAYER_NAMES:
-            return f"model.layers.{layer}.{LAYER_NAMES[part]}.{kind}"
+        case ["blk", layer, part, ("weight" | "bias") as kind] if part in layer_names:
+            return f"model.layers.{layer}.{layer_names[part]}.{kind}"
     return gguf_name
 
 

@@ -1,8 +1,14 @@
 """Build the tokenizer of a GGUF file, to be saved as a `tokenizer.json` in the Hugging Face hub's format.
 
-A GGUF file contains the vocabulary, merges and token types, but only *names* the rule that splits a text into words
-before the merges apply (`tokenizer.ggml.pre`). This module implements the rules. An unknown rule is an error: a
-tokenizer that is nearly right makes a model subtly worse, and the user would not notice.
+There are two kinds (`tokenizer.ggml.model`):
+
+    gpt2    tokens in an alphabet of bytes, with merges. The file only *names* the rule that splits a text into words
+            before the merges apply (`tokenizer.ggml.pre`); this module implements the rules
+    llama   SentencePiece, of Llama 2, Mistral and Gemma: no words, spaces are written as U+2581, and each token has a
+            score instead of merges. What the vocabulary lacks becomes the tokens of its bytes
+
+Another kind or an unknown rule is an error: a tokenizer that is nearly right makes a model subtly worse, and the user
+would not notice.
 """
 
 from __future__ import annotations
@@ -36,44 +42,38 @@ class TokenType(IntEnum):
     """A special token: decoding leaves it out."""
     USER_DEFINED = 4
     """A token that is matched in the text as a whole, before any merges."""
+    BYTE = 6
+    """A byte, "<0x0A>", of a character that is not in the vocabulary."""
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     """Build the tokenizer that the `tokenizer.ggml.*` entries describe. Raises ModelError for an unknown kind."""
-    from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
-    from tokenizers.models import BPE
+    from tokenizers import AddedToken, processors
 
     kind = metadata.get("tokenizer.ggml.model")
-    if kind != "gpt2":
-        raise ModelError(f"the GGUF file has a tokenizer of kind {kind!r}; only 'gpt2' (BPE) is supported: {WAY_OUT}")
-    for key in ("add_sep_token", "add_space_prefix", "remove_extra_whitespaces", "precompiled_charsmap"):
+    if kind not in ("gpt2", "llama"):
+        raise ModelError(
+            f"the GGUF file has a tokenizer of kind {kind!r}; only 'gpt2' (BPE) and 'llama' (SentencePiece) are "
+            f"supported: {WAY_OUT}"
+        )
+    refused = ["add_sep_token", "remove_extra_whitespaces", "precompiled_charsmap"]
+    for key in refused if kind == "llama" else [*refused, "add_space_prefix"]:
         if metadata.get(f"tokenizer.ggml.{key}"):
             raise ModelError(f"tokenizer.ggml.{key} is set, which is not supported: {WAY_OUT}")
     # A missing rule means llama.cpp's "default", its guess for files from converters that did not know the tokenizer.
     rule = metadata.get("tokenizer.ggml.pre", "default")
-    is_llama3 = rule == "llama-bpe"
-    tokens, merges = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"]
-    tokenizer = Tokenizer(
-        BPE(
-            vocab={token: i for i, token in enumerate(tokens)},
-            merges=[tuple(merge.split(" ")) for merge in merges],
-            ignore_merges=is_llama3,  # a word in the vocabulary is one token, even if no merges produce it
-        )
-    )
-    tokenizer.pre_tokenizer = _word_splitter(rule)
-    if rule == "qwen2":
-        tokenizer.normalizer = normalizers.NFC()
-    tokenizer.decoder = decoders.ByteLevel()
-    types = metadata.get("tokenizer.ggml.token_type", [])
-    for token, token_type in zip_longest(tokens, types[: len(tokens)]):
-        if _is_control(token, token_type):
-            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
-        elif token_type == TokenType.USER_DEFINED:
-            tokenizer.add_tokens([AddedToken(token, special=False, normalized=False)])
-    # As in llama.cpp, a text begins with BOS if the file says so, and by default for Llama 3; it ends with EOS if the
-    # file says so.
+    tokenizer = _byte_level(metadata, rule) if kind == "gpt2" else _sentence_piece(metadata)
+    tokens = metadata["tokenizer.ggml.tokens"]
+    added = [
+        AddedToken(token, special=_is_control(token, token_type), normalized=False)
+        for token, token_type in _typed_tokens(metadata)
+        if _is_control(token, token_type) or token_type == TokenType.USER_DEFINED
+    ]
+    tokenizer.add_tokens(added)
+    # As in llama.cpp, a text begins with BOS if the file says so, and by default for Llama 3 and SentencePiece; it ends
+    # with EOS if the file says so.
     first, last = token_id(metadata, "bos"), token_id(metadata, "eos")
-    first = first if metadata.get("tokenizer.ggml.add_bos_token", is_llama3) else None
+    first = first if metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or rule == "llama-bpe") else None
     last = last if metadata.get("tokenizer.ggml.add_eos_token", False) else None
     if (first, last) != (None, None):
         before, after = (None if each is None else tokens[each] for each in (first, last))
@@ -83,6 +83,76 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
             special_tokens=[(tokens[each], each) for each in {first, last} if each is not None],
         )
     return tokenizer
+
+
+def _byte_level(metadata: Mapping[str, Any], rule: str) -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, normalizers
+    from tokenizers.models import BPE
+
+    tokens, merges = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"]
+    tokenizer = Tokenizer(
+        BPE(
+            vocab={token: i for i, token in enumerate(tokens)},
+            merges=[tuple(merge.split(" ")) for merge in merges],
+            ignore_merges=rule == "llama-bpe",  # a word in the vocabulary is one token, even if no merges produce it
+        )
+    )
+    tokenizer.pre_tokenizer = _word_splitter(rule)
+    if rule == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentence_piece(metadata: Mapping[str, Any]) -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, normalizers
+    from tokenizers.models import BPE
+
+    tokens, unknown = metadata["tokenizer.ggml.tokens"], token_id(metadata, "unknown")
+    tokenizer = Tokenizer(
+        BPE(
+            vocab={token: i for i, token in enumerate(tokens)},
+            merges=_merges_by_score(metadata),
+            unk_token=None if unknown is None else tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    to_space = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
+        tokenizer.decoder = decoders.Sequence([*to_space, decoders.Strip(" ", 1, 0)])
+    else:
+        tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+        tokenizer.decoder = decoders.Sequence(to_space)
+    return tokenizer
+
+
+SPACE = "\u2581"
+
+
+def _merges_by_score(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The pairs of tokens that form a token, the best score first.
+
+    SentencePiece joins, among all neighbours that form a token, those whose token has the best score. Pairs of the same
+    score are in transformers' order: the longest left part first.
+    """
+    tokens, scores = _typed_tokens(metadata), metadata.get("tokenizer.ggml.scores", ())
+    if len(scores) != len(tokens):
+        raise ModelError(f"tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} tokens: {WAY_OUT}")
+    pieces = {
+        token: score
+        for (token, kind), score in zip(tokens, scores, strict=True)
+        if kind != TokenType.BYTE and not _is_control(token, kind)
+    }
+    pairs = [
+        (score, token[:cut], token[cut:])
+        for token, score in pieces.items()
+        for cut in range(1, len(token))
+        if token[:cut] in pieces and token[cut:] in pieces
+    ]
+    pairs.sort(key=lambda pair: (pair[0], len(pair[1]), len(pair[2])), reverse=True)
+    return [(left, right) for _, left, right in pairs]
 
 
 def token_id(metadata: Mapping[str, Any], role: str) -> int | None:
@@ -97,10 +167,15 @@ def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
     They are the tokens that the file names as the end of a text, a turn or a message, and those in END_NAMES.
     """
     named = [token_id(metadata, role) for role in ("eos", "eot", "eom")]
-    tokens, types = metadata.get("tokenizer.ggml.tokens", ()), metadata.get("tokenizer.ggml.token_type", [])
-    both = enumerate(zip_longest(tokens, types[: len(tokens)]))
+    both = enumerate(_typed_tokens(metadata))
     called = [i for i, (token, kind) in both if token in END_NAMES and _is_control(token, kind)]
     return list(dict.fromkeys(each for each in (*named, *called) if each is not None))
+
+
+def _typed_tokens(metadata: Mapping[str, Any]) -> list[tuple[str, int | None]]:
+    """Each token with its type; None if the file has no type for it."""
+    tokens, types = metadata.get("tokenizer.ggml.tokens", ()), metadata.get("tokenizer.ggml.token_type", [])
+    return list(zip_longest(tokens, types[: len(tokens)]))
 
 
 def _is_control(token: str, token_type: int | None) -> bool:

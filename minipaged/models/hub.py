@@ -125,7 +125,8 @@ def _converted(path: Path) -> Path:
 
     stat = path.stat()
     key = hashlib.sha256(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:16]
-    return _once(cache_folder() / FORMAT / "gguf" / f"{path.stem}-{key}", lambda folder: convert(path, folder))
+    # 2: earlier conversions ended at the window of a model.
+    return _once(cache_folder() / FORMAT / "gguf-2" / f"{path.stem}-{key}", lambda folder: convert(path, folder))
 
 
 def _from_hub(repository: str) -> Path:

@@ -74,7 +74,16 @@ def test_converting_gives_the_weights_that_went_in(
         np.testing.assert_array_equal(values, expected[name].numpy(), err_msg=name)
 
 
-@pytest.mark.parametrize("shape", [{}, {"model_type": "qwen2"}, {"model_type": "qwen3", "head_dim": 128}])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"model_type": "qwen2"},
+        {"model_type": "qwen3", "head_dim": 128},
+        {"model_type": "gemma2", "head_dim": 16, "tie_word_embeddings": True},
+        {"model_type": "gemma3_text", "head_dim": 16, "tie_word_embeddings": True},
+    ],
+)
 def test_the_weights_are_those_that_transformers_reads_from_the_same_file(
     tiny_llama: MakeLlama, write_gguf: WriteGGUF, tmp_path: Path, shape: dict[str, Any]
 ) -> None:
@@ -83,9 +92,12 @@ def test_the_weights_are_those_that_transformers_reads_from_the_same_file(
     convert(path, tmp_path / "out")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32).state_dict()
     weights = load(tmp_path / "out")
+    if "tie_word_embeddings" in shape:
+        del theirs["lm_head.weight"]
     assert weights.keys() == theirs.keys()
     for name, values in weights.items():
-        np.testing.assert_array_equal(values, theirs[name].numpy(), err_msg=name)
+        adds_1 = "gemma" in str(shape) and name.endswith("norm.weight")  # so does loading
+        np.testing.assert_array_equal(values, theirs[name].numpy() + int(adds_1), err_msg=name)
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -145,7 +157,10 @@ def test_llama3_frequencies_give_back_their_parameters(
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"architecture": "phi3"}, "general.architecture is 'phi3'; only 'llama', 'qwen2' and 'qwen3'"),
+        (
+            {"architecture": "phi3"},
+            "general.architecture is 'phi3'; only 'llama', 'qwen2', 'qwen3', 'gemma2' and 'gemma3'",
+        ),
         ({"llama.expert_count": 8}, "mixture of 8 experts"),
         ({"split.count": 3}, "split into 3 files"),
         ({"llama.rope.dimension_count": 8}, "only 8 of 16 dimensions"),
@@ -155,7 +170,7 @@ def test_llama3_frequencies_give_back_their_parameters(
         ({"llama.feed_forward_length": 100}, r"gate_proj.weight' has shape \(96, 64\), but .* \(100, 64\)"),
         ({"extra_tensors": {"blk.0.attn_q.bias": np.zeros(64, np.float32)}}, "q_proj.bias' is not part of"),
         ({"llama.attention.head_count": "four"}, "its metadata contradicts itself"),
-        ({"tokenizer.ggml.model": "llama"}, "kind 'llama'.*put the model's tokenizer.json .* beside"),
+        ({"tokenizer.ggml.model": "t5"}, "kind 't5'.*put the model's tokenizer.json .* beside"),
         ({"tokenizer.ggml.pre": "jais"}, "the rule 'jais'.*put the model's tokenizer.json .* beside"),
     ],
 )
@@ -374,11 +389,3 @@ print(Tokenizer(folder).encode_chat([{{"role": "user", "content": "hi"}}])[:1])
 @pytest.mark.model
 def test_smollm2_has_the_weights_that_transformers_reads_from_the_same_file(smollm2: Path) -> None:
     assert {name: yardstick.digest(values) for name, values in load(smollm2).items()} == yardstick.kept()["weights"]
-
-
-def test_a_sliding_window_is_as_far_as_a_model_is_served(
-    tiny_llama: MakeLlama, write_gguf: WriteGGUF, tmp_path: Path
-) -> None:
-    """A Llama's config.json has no window; up to its length, it makes no difference."""
-    convert(write_gguf(tiny_llama(), **{"llama.attention.sliding_window": 64}), tmp_path / "out")
-    assert load_config(tmp_path / "out").max_position_embeddings == 64

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from itertools import pairwise
 from typing import Any
 
 import pytest
-from transformers import Qwen2Tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import GemmaTokenizer, Qwen2Tokenizer
+from transformers.tokenization_utils_base import generate_merges
 
 from minipaged.errors import ModelError
 from minipaged.models.gguf_tokenizer import build_tokenizer, tokenizer_config
+from tests.models.conftest import GEMMAS_TOKENS, sentence_piece
 
 Metadata = dict[str, Any]
 
@@ -118,3 +124,76 @@ def test_a_special_token_without_an_entry_is_none(gguf_metadata: Metadata) -> No
     metadata = gguf_metadata | {"tokenizer.ggml.bos_token_id": 2**32 - 1, "tokenizer.ggml.add_bos_token": True}
     assert "bos_token" not in tokenizer_config(metadata)
     assert build_tokenizer(metadata).encode("in").ids == build_tokenizer(gguf_metadata).encode("in").ids
+
+
+def test_sentence_piece_is_gemmas_tokenizer_in_transformers(gemmas_tokenizer: Metadata) -> None:
+    tokens, scores = (gemmas_tokenizer[f"tokenizer.ggml.{key}"] for key in ("tokens", "scores"))
+    ids = {token: i for i, token in enumerate(tokens)}
+    whole = [*GEMMAS_TOKENS, *(f"<0x{byte:02X}>" for byte in range(256))]
+    merges = generate_merges(ids, dict(zip(tokens, scores, strict=True)), skip_tokens=whole)
+    theirs = GemmaTokenizer(vocab=ids, merges=merges, add_bos_token=False)
+    ours = build_tokenizer(gemmas_tokenizer | {"tokenizer.ggml.add_bos_token": False})
+    for text in TEXTS:
+        assert ours.encode(text).ids == theirs(text).input_ids, text
+        assert ours.decode(ours.encode(text).ids) == text
+
+
+TEXTS = ["in the thing and", " the in", "", "Überall: é, 東京!\tthe", "an\nthe\r", "thethe anding"]
+"""Texts with bytes, and without more spaces in a row than Gemma's tokenizer in transformers writes as one token."""
+
+
+@given(text=st.text(alphabet="theindagr é\nß", max_size=40))
+def test_sentence_piece_joins_the_pair_with_the_best_score(text: str) -> None:
+    """The algorithm by its definition. Among equals it takes the first from the left."""
+    metadata = sentence_piece(320)
+    tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
+    score = {
+        token: s for token, s in zip(tokens, scores, strict=True) if "<" not in token and token not in GEMMAS_TOKENS
+    }
+    ids = {token: i for i, token in enumerate(tokens)}
+    expected = [2]
+    for part in re.split("(\n\n| {2,3})", text):
+        pieces = [part] if part in GEMMAS_TOKENS else list(part.replace(" ", "▁"))
+        while joined := [(-score[a + b], i) for i, (a, b) in enumerate(pairwise(pieces)) if a + b in score]:
+            at = min(joined)[1]
+            pieces[at : at + 2] = ["".join(pieces[at : at + 2])]
+        for piece in pieces:
+            expected += [ids[piece]] if piece in ids else [ids[f"<0x{byte:02X}>"] for byte in piece.encode()]
+    assert build_tokenizer(metadata).encode(text).ids == expected
+
+
+def test_spaces_in_a_row_and_turns_are_tokens_by_themselves(gemmas_tokenizer: Metadata) -> None:
+    tokenizer = build_tokenizer(gemmas_tokenizer)
+    found = tokenizer.encode("<start_of_turn>in  the   \n\nin<end_of_turn>")
+    turn = ["<bos>", "<start_of_turn>", "in", "  ", "the", "   ", "\n\n", "in", "<end_of_turn>"]
+    assert found.tokens == turn
+    assert tokenizer.decode(found.ids) == "in  the   \n\nin"
+
+
+@pytest.mark.parametrize(("says", "first"), [(None, "▁the"), (True, "▁the"), (False, "the")])
+def test_a_text_of_sentence_piece_begins_with_a_space_unless_the_file_says_no(
+    gemmas_tokenizer: Metadata, says: bool | None, first: str
+) -> None:
+    metadata = gemmas_tokenizer | {"tokenizer.ggml.add_space_prefix": says}
+    if says is None:
+        del metadata["tokenizer.ggml.add_space_prefix"]
+    tokenizer = build_tokenizer(metadata)
+    found = tokenizer.encode("the thing")
+    assert found.tokens[1] == first
+    assert tokenizer.decode(found.ids) == "the thing"
+
+
+def test_sentence_piece_begins_with_bos_by_default(gemmas_tokenizer: Metadata) -> None:
+    del gemmas_tokenizer["tokenizer.ggml.add_bos_token"]
+    assert build_tokenizer(gemmas_tokenizer).encode("the").tokens == ["<bos>", "the"]
+
+
+def test_sentence_piece_without_scores_or_with_too_few_is_refused(gemmas_tokenizer: Metadata) -> None:
+    with pytest.raises(ModelError, match=r"remove_extra_whitespaces is set.*put the model's tokenizer.json"):
+        build_tokenizer(gemmas_tokenizer | {"tokenizer.ggml.remove_extra_whitespaces": True})
+    scores = gemmas_tokenizer["tokenizer.ggml.scores"]
+    with pytest.raises(ModelError, match=r"tokenizer.ggml.scores has 319 entries for 320 tokens.*put the model's"):
+        build_tokenizer(gemmas_tokenizer | {"tokenizer.ggml.scores": scores[1:]})
+    del gemmas_tokenizer["tokenizer.ggml.scores"]
+    with pytest.raises(ModelError, match=r"tokenizer.ggml.scores has 0 entries for 320 tokens.*put the model's"):
+        build_tokenizer(gemmas_tokenizer)

@@ -38,6 +38,8 @@ Qwen2 also separates every digit."""
 class TokenType(IntEnum):
     """The token types of llama.cpp that need special treatment."""
 
+    UNKNOWN = 2
+    """The token for text that has no other."""
     CONTROL = 3
     """A special token: decoding leaves it out."""
     USER_DEFINED = 4
@@ -143,7 +145,7 @@ def _merges_by_score(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
     pieces = {
         token: score
         for (token, kind), score in zip(tokens, scores, strict=True)
-        if kind != TokenType.BYTE and not _is_control(token, kind)
+        if kind not in (TokenType.UNKNOWN, TokenType.BYTE) and not _is_control(token, kind)
     }
     pairs = [
         (score, token[:cut], token[cut:])

@@ -170,6 +170,14 @@ def test_spaces_in_a_row_and_turns_are_tokens_by_themselves(gemmas_tokenizer: Me
     assert tokenizer.decode(found.ids) == "in  the   \n\nin"
 
 
+def test_no_pieces_join_to_a_byte_or_the_unknown_token(gemmas_tokenizer: Metadata) -> None:
+    """A text that spells one out is still a text."""
+    tokens = list(gemmas_tokenizer["tokenizer.ggml.tokens"])
+    tokens[-11:] = ["<", ">", "0", "A", "<0", "x0", "<0x0", "A>", "un", "<un", "k>"]
+    tokenizer = build_tokenizer(gemmas_tokenizer | {"tokenizer.ggml.tokens": tokens})
+    assert tokenizer.encode("<0x0A><unk>").tokens == ["<bos>", "<0x0", "A>", "<un", "k>"]
+
+
 @pytest.mark.parametrize(("says", "first"), [(None, "▁the"), (True, "▁the"), (False, "the")])
 def test_a_text_of_sentence_piece_begins_with_a_space_unless_the_file_says_no(
     gemmas_tokenizer: Metadata, says: bool | None, first: str

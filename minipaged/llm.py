@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -124,6 +124,7 @@ class LLM:
     ) -> None:
         """Make the engine, and its runner with the KV cache."""
         self.loaded = loaded
+        loaded = replace(loaded, config=loaded.config.up_to(asked.max_model_len))
         self.folder, self.model_config, self.tokenizer = loaded.folder, loaded.config, loaded.tokenizer
         self.config = engine_config(asked, loaded, host_sharers)
         try:
@@ -131,7 +132,7 @@ class LLM:
         except MemoryError as error:
             num_blocks, num_swap_blocks = self.config.num_blocks, self.config.num_swap_blocks
             size = (num_blocks + num_swap_blocks) * loaded.block_bytes(
-                asked.block_size, asked.kv_cache_dtype, asked.tensor_parallel_size
+                asked.block_size, asked.kv_cache_dtype, asked.tensor_parallel_size, asked.pipeline_parallel_size
             )
             raise InvalidRequest(
                 f"num_blocks is {num_blocks}: with {num_swap_blocks} for swapping they take {size:,} bytes, more than "
@@ -147,7 +148,7 @@ class LLM:
             loaded.tier,
             runner,
             allocator=asked.allocator,
-            memory=self._memory(asked, runner, disk),
+            memory=self._memory(asked, loaded, runner, disk),
             policy=policy,
             decode=self.tokenizer.decode if self.tokenizer else None,
             encode=self.tokenizer.encode if self.tokenizer else None,
@@ -339,10 +340,10 @@ class LLM:
         finally:
             self.engine.keep_updates(kept)
 
-    def _memory(self, asked: Settings, runner: Runner, disk: Disk | None) -> MakeMemory:
+    def _memory(self, asked: Settings, loaded: LoadedModel, runner: Runner, disk: Disk | None) -> MakeMemory:
         """The class or function that makes the block manager."""
         connector = asked.kv_connector
-        size = self.loaded.block_bytes(asked.block_size, asked.kv_cache_dtype)
+        size = loaded.block_bytes(asked.block_size, asked.kv_cache_dtype)
         if disk:
             read = runner.read_host_blocks
             return partial(FlooredBlockManager, disk=disk, read_host_blocks=read, block_bytes=size)

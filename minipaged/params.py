@@ -402,7 +402,8 @@ class EngineConfig(EngineSettings):
         _require(
             not (self.kv_cache_tiers and self.has_windows),
             f"kv_cache_tiers is {self.kv_cache_tiers!r}, but some of the model's layers have a window, and the floors "
-            "below the prefix cache keep blocks of models without windows only; leave kv_cache_tiers out",
+            "below the prefix cache keep blocks of models without windows only; leave kv_cache_tiers out, or give a "
+            f"max_model_len of at most {min((window for window in self.group_windows if window), default=0)}",
         )
         _require(
             self.preemption != "swap" or self.num_swap_blocks > 0,

@@ -38,7 +38,7 @@ def _format(stage: Stage) -> str:
     """The size of keys and values in 8 bits compared with the model's dtype; "" if they are not in 8 bits."""
     if stage.kv_cache_dtype == "auto":
         return ""
-    dtype, plain = stage.model.tier.dtype, len(stage.model.config.groups.windows) * stage.model.block_bytes(1)
+    dtype, plain = stage.model.tier.dtype, replace(stage, kv_cache_dtype="auto").bytes_per_token
     blocks = 100 * plain // stage.bytes_per_token
     return f" in {stage.kv_cache_dtype} ({plain:,} in {dtype}, so the memory of 100 blocks holds {blocks})"
 

@@ -151,12 +151,17 @@ class Stage:
     @property
     def bytes_per_token(self) -> int:
         """The bytes of one token's keys and values in all groups of layers."""
-        return len(self.model.config.groups.windows) * self.bytes_per_slot
+        return len(self._served.config.groups.windows) * self.bytes_per_slot
 
     @property
     def bytes_per_slot(self) -> int:
         """The bytes of one token's keys and values, in the layers of one group."""
-        return self.model.block_bytes(1, self.kv_cache_dtype, self.tensor_parallel_size)
+        return self._served.block_bytes(1, self.kv_cache_dtype, self.tensor_parallel_size)
+
+    @property
+    def _served(self) -> LoadedModel:
+        """The model with the groups of layers that it has for such texts."""
+        return replace(self.model, config=self.model.config.up_to(self.max_model_len))
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -267,7 +272,7 @@ class Stage:
         """A copy of the stage whose model's layers see these windows, in tokens (None: everything). Unless they are
         `in_groups`, all layers share one block table, which keeps all blocks."""
         one_table = LayerGroups((None,), (0,) * len(windows))
-        config = replace(self.model.config, layer_windows=tuple(windows), stage_groups=None if in_groups else one_table)
+        config = replace(self.model.config, layer_windows=tuple(windows), given_groups=None if in_groups else one_table)
         return replace(self, model=replace(self.model, config=config))
 
     def warm_up(self) -> None:

@@ -31,7 +31,7 @@ that it cannot read.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from minipaged.errors import ModelError
@@ -94,8 +94,9 @@ class ModelConfig:
     """Whether the model has what Gemma 2 and 3 have in common: embeddings are multiplied by the square root of
     hidden_size; the results of attention and MLP are normalised too, before they are added; the weights of norms are
     stored as w - 1 (loading adds 1); the MLP's gate is GELU (with tanh) in place of SiLU."""
-    stage_groups: LayerGroups | None = None
-    """The groups of the layers, if they are those of a pipeline's stage; None: those that `group_layers` makes."""
+    given_groups: LayerGroups | None = None
+    """The groups of the layers, if they are those of a pipeline's stage, or one for all; None: those that
+    `group_layers` makes."""
     kv_cache_dtype: str = "auto"
     """"int8" or "fp8" if the checkpoint contains scales for storing keys and values in that type."""
 
@@ -106,7 +107,18 @@ class ModelConfig:
     @property
     def groups(self) -> LayerGroups:
         """The groups of layers that share a block table."""
-        return self.stage_groups or group_layers(self.layer_windows or (None,) * self.num_hidden_layers)
+        return self.given_groups or group_layers(self.layer_windows or (None,) * self.num_hidden_layers)
+
+    def in_one_group(self) -> ModelConfig:
+        """The configuration with all layers in one group, whose block table keeps everything."""
+        return replace(self, given_groups=LayerGroups((None,), (0,) * self.num_hidden_layers))
+
+    def up_to(self, max_model_len: int | None) -> ModelConfig:
+        """The configuration for texts of at most this many tokens (None: as many as the model allows). If no window is
+        shorter, no block is ever passed, and all layers are in one group."""
+        longest = self.max_position_embeddings if max_model_len is None else max_model_len
+        passes = any(window is not None and window < longest for window in self.layer_windows)
+        return self if passes else self.in_one_group()
 
     def rope(self, window: int | None) -> tuple[float, RopeScaling | None]:
         """The base of the rotary frequencies, and their scaling, in layers with this window (or None)."""

@@ -124,7 +124,7 @@ def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
         intermediate_size=len(shard.intermediate),
         num_hidden_layers=len(shard.layers),
         layer_windows=config.layer_windows[mine],
-        stage_groups=LayerGroups(config.groups.windows, config.groups.of_layer[mine]),
+        given_groups=LayerGroups(config.groups.windows, config.groups.of_layer[mine]),
     )
 
 

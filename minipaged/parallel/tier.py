@@ -93,6 +93,7 @@ class ParallelTier(FastTier):
         block_size: int,
         kv_cache_dtype: KVCacheDtype = "auto",
         tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
         *,
         on_host: bool = False,
     ) -> int:

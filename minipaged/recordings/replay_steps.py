@@ -212,7 +212,7 @@ def exact_logits(model: LoadedModel) -> Exact:
 def logits_of(model: LoadedModel, tokens: Sequence[int]) -> Logits:
     """A model's logits [vocab] after `tokens`, in a new cache: one row, one chunk, one block after another."""
     block_size = 16
-    num_blocks = -(-len(tokens) // block_size) * len(model.config.groups.windows)
+    num_blocks = -(-len(tokens) // block_size)
     sizes = EngineConfig(
         num_blocks=num_blocks,
         block_size=block_size,

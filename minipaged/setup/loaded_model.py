@@ -92,9 +92,17 @@ class LoadedModel:
         check_length(self.config, asked.max_model_len)
         return asked
 
-    def block_bytes(self, block_size: int, kv_cache_dtype: KVCacheDtype = "auto", tensor_parallel_size: int = 1) -> int:
-        """Bytes of one block: K and V of `block_size` tokens in every layer, on all ranks that share a memory."""
-        return self.tier.block_bytes(self.config, block_size, kv_cache_dtype, tensor_parallel_size)
+    def block_bytes(
+        self,
+        block_size: int,
+        kv_cache_dtype: KVCacheDtype = "auto",
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+    ) -> int:
+        """Bytes of one block: K and V of `block_size` tokens in every layer of a group, on all ranks that share a
+        memory."""
+        sizes = (tensor_parallel_size, pipeline_parallel_size)
+        return self.tier.block_bytes(self.config, block_size, kv_cache_dtype, *sizes)
 
 
 def check_before_loading(config: ModelConfig | None = None, **settings: Unpack[GivenSettings]) -> None:
@@ -117,12 +125,14 @@ def check_length(config: ModelConfig, max_model_len: int | None) -> None:
 def check_connector(asked: Settings, folder: Path, config: ModelConfig, tier: DeviceTier) -> None:
     """Raise InvalidRequest if the KV connector or the disk floor cannot be used, or if its other engines have blocks of
     another kind."""
+    config = config.up_to(asked.max_model_len)
     for connector in (asked.kv_connector, disk_floor(asked)):
         if connector is not None and config.groups.windows != (None,):
             name = "kv_connector" if connector is asked.kv_connector else "kv_cache_folder"
             raise InvalidRequest(
                 f"{name} is given, but some of the model's layers have a window, and blocks of such models are not "
-                "handed over: a block has only a part of the layers; leave it out"
+                "handed over: a block has only a part of the layers; leave it out, or give a max_model_len of at "
+                f"most {min(window for window in config.layer_windows if window)}, beyond which a window is passed"
             )
         if connector is not None:
             connector.check(handshake(asked, folder, config, tier))

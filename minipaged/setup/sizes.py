@@ -29,7 +29,7 @@ def engine_config(asked: Settings, loaded: LoadedModel, host_sharers: int) -> En
     num_blocks, num_swap_blocks, max_model_len = asked.num_blocks, asked.num_swap_blocks, asked.max_model_len
     if num_blocks is None:
         num_blocks = _blocks_that_fit(asked, loaded, host_sharers)
-    kind = (asked.block_size, asked.kv_cache_dtype, asked.tensor_parallel_size)
+    kind = (asked.block_size, asked.kv_cache_dtype, asked.tensor_parallel_size, asked.pipeline_parallel_size)
     size = loaded.tier.block_bytes(config, *kind, on_host=True)
     if asked.swap_space is not None:
         num_swap_blocks = int(asked.swap_space * 2**30 / size)
@@ -55,7 +55,8 @@ def engine_config(asked: Settings, loaded: LoadedModel, host_sharers: int) -> En
 def _blocks_that_fit(asked: Settings, loaded: LoadedModel, host_sharers: int) -> int:
     """The number of device blocks that fit into `gpu_memory_utilization` of the free memory (on a CPU both pools share
     it), but no more than `max_num_seqs` sequences of maximum length can fill."""
-    size = loaded.block_bytes(asked.block_size, asked.kv_cache_dtype, asked.tensor_parallel_size)
+    parallel = (asked.tensor_parallel_size, asked.pipeline_parallel_size)
+    size = loaded.block_bytes(asked.block_size, asked.kv_cache_dtype, *parallel)
     sizes = (asked.max_num_seqs, asked.max_num_batched_tokens)
     on_device = loaded.tier.free_device_bytes(loaded.config, loaded.weights, *sizes)
     free = (_free_host_bytes(host_sharers) if on_device is None else on_device) * asked.gpu_memory_utilization

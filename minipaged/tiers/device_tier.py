@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 
 from minipaged.contracts import Runner, Tier
 from minipaged.models.config import ModelConfig
+from minipaged.models.shards import local_config, shards_of
 from minipaged.params import EngineConfig, KVCacheDtype
 
 
@@ -58,18 +59,21 @@ class DeviceTier(Tier, ABC):
         block_size: int,
         kv_cache_dtype: KVCacheDtype = "auto",
         tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
         *,
         on_host: bool = False,
     ) -> int:
         """Bytes of one block: K and V of `block_size` tokens in every layer of a group, on all ranks that share a
-        memory.
+        memory. Each stage has room for as many layers as its largest group has there.
 
         `on_host`: in the pool that blocks are swapped to.
         """
         in_8_bits = kept_as(config, kv_cache_dtype) != "auto"  # then each head has a scale, in float32
         per_head = config.head_dim + 4 if in_8_bits else config.head_dim * self.ITEM_BYTES[self.dtype]
         kv_heads = max(config.num_key_value_heads, tensor_parallel_size)  # each rank has one at least
-        return block_size * config.groups.layers_per_block * 2 * kv_heads * per_head
+        stages = [local_config(config, stage[0]) for stage in shards_of(config, 1, pipeline_parallel_size)]
+        num_layers = sum(stage.groups.layers_per_block for stage in stages)
+        return block_size * num_layers * 2 * kv_heads * per_head
 
 
 def kept_as(config: ModelConfig, kv_cache_dtype: str) -> str:

@@ -173,6 +173,8 @@ class FastTier(DeviceTier):
         if self.device == "cuda":
             give_back_unused()
             print("preparing the GPU's kernels, which are compiled at the first start and then kept", file=sys.stderr)
+        if not engine_config.has_windows:
+            config = config.in_one_group()
         scales = None
         if has_static_scales(config, engine_config):
             scales = torch.from_numpy(static_scales(config, weights.kv_scales)).to(self.device)

@@ -60,6 +60,8 @@ class ReferenceTier(DeviceTier):
         from minipaged.reference.kv_cache import KVCache
         from minipaged.reference.llama import Llama
 
+        if not engine_config.has_windows:
+            config = config.in_one_group()
         cache = KVCache(
             config.num_hidden_layers,
             engine_config.num_blocks,

@@ -111,6 +111,45 @@ def test_in_parts_it_says_the_same(model: Path, expected: list[list[int]], sizes
     check_same_or_tied(model, PROMPTS[0], outputs[0].outputs[0].token_ids, expected[0])
 
 
+@pytest.mark.parametrize("tier", ["reference", pytest.param("fast", marks=thorough)])
+@pytest.mark.parametrize("sizes", [{}, {"pipeline_parallel_size": 2}])
+def test_texts_that_no_window_is_shorter_than_are_served_without_groups(
+    model: Path, expected: list[list[int]], sizes: dict[str, int], tier: str, tmp_path: Path
+) -> None:
+    """All that models without windows have is there then. Gemma's rotary embeddings stay those of its windows."""
+    on = {"tier": tier, "device": "cpu", "dtype": "float32"}
+    with closing(
+        LLM(model, num_blocks=8, block_size=4, num_swap_blocks=4, max_model_len=WINDOW, debug=True, **on, **sizes)
+    ) as llm:
+        assert (llm.config.group_windows, type(llm.engine.blocks)) == ((None,), BlockManager)
+        [output] = llm.generate([PROMPTS[1]], SamplingParams(temperature=0, max_tokens=WINDOW - 1, ignore_eos=True))
+        check_same_or_tied(model, PROMPTS[1], output.outputs[0].token_ids, expected[1][: WINDOW - 1])
+        longer = LLM(llm.loaded, num_blocks=30, max_model_len=WINDOW + 1)
+        assert longer.config.has_windows
+    if not sizes:
+        floor = {"kv_cache_tiers": ("host", "disk"), "kv_cache_folder": tmp_path, "num_swap_blocks": 4}
+        LLM(model, num_blocks=8, max_model_len=WINDOW, **floor, **on)
+        with pytest.raises(InvalidRequest, match=f"leave it out, or give a max_model_len of at most {WINDOW}, beyond"):
+            LLM(model, num_blocks=8, max_model_len=WINDOW + 1, **floor, **on)
+        with pytest.raises(
+            InvalidRequest, match=f"leave kv_cache_tiers out, or give a max_model_len of at most {WINDOW}"
+        ):
+            LLM(model, num_blocks=8, num_swap_blocks=4, kv_cache_tiers=("host",), **on)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_a_block_takes_what_all_stages_need_for_it(model: Path, num_stages: int) -> None:
+    """Each stage has room for as many layers as its largest group has there."""
+    loaded = LoadedModel.load(model, "reference")
+    if num_stages > loaded.config.num_hidden_layers:
+        return
+    llm = LLM(loaded, num_blocks=9, pipeline_parallel_size=num_stages)
+    runner: Any = llm.engine.runner
+    stages = [stage[0] for stage in runner.stages] if num_stages > 1 else [runner]
+    needed = sum(stage.kv_cache.block_bytes for stage in stages)
+    assert needed == loaded.block_bytes(16, pipeline_parallel_size=num_stages)
+
+
 def test_norms_of_a_gemma_are_not_rounded_when_1_is_added(tmp_path: Path) -> None:
     """bfloat16 has 8 significant bits: in 1 + 1/256 + 1/1024 the last ones would be lost."""
     folder = make_small_llama(tmp_path, model_type="gemma2", head_dim=16, dtype=torch.bfloat16)
@@ -133,7 +172,7 @@ def test_a_gemma_is_not_quantized(tmp_path: Path) -> None:
 
 
 def test_what_knows_no_groups_of_layers_is_refused_by_name(tmp_path: Path) -> None:
-    folder = make_small_llama(tmp_path / "model", model_type="gemma2", head_dim=16)
+    folder = make_small_llama(tmp_path / "model", model_type="gemma2", head_dim=16, sliding_window=WINDOW)
     connector = SharedStorageConnector(tmp_path / "shared", max_bytes=1 << 20)
     with pytest.raises(InvalidRequest, match=r"kv_connector is given, but some of the model's layers have a window"):
         LLM(folder, tier="reference", num_blocks=30, kv_connector=connector)

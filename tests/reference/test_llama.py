@@ -290,7 +290,7 @@ def test_gpt_oss_attention_is_that_of_transformers(chunk: int) -> None:
         bos_token_id=None,
         eos_token_ids=(),
         layer_windows=(window, None),
-        stage_groups=LayerGroups((None,), (0, 0)),  # both in one block table
+        given_groups=LayerGroups((None,), (0, 0)),  # both in one block table
     )
     torch.manual_seed(0)
     modules = [GptOssAttention(theirs, layer).double() for layer in range(2)]

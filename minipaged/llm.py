@@ -124,8 +124,8 @@ class LLM:
     ) -> None:
         """Make the engine, and its runner with the KV cache."""
         self.loaded = loaded
-        loaded = replace(loaded, config=loaded.config.up_to(asked.max_model_len))
         self.folder, self.model_config, self.tokenizer = loaded.folder, loaded.config, loaded.tokenizer
+        loaded = replace(loaded, config=loaded.config.up_to(asked.max_model_len))
         self.config = engine_config(asked, loaded, host_sharers)
         try:
             runner = loaded.tier.make_runner(loaded.config, loaded.weights, self.config)

@@ -463,7 +463,8 @@ def windows(stage: Stage) -> SceneResult:
     params = SamplingParams(temperature=0, max_tokens=stage.tokens(120), ignore_eos=True)
     arrivals = [stage.complete(FOUR_SCORE, params)]
     size = stage.block_size_or(8)
-    seen = [4 * size if layer % 6 else None for layer in range(stage.model.config.num_hidden_layers)]
+    window = min(4 * size, stage.max_model_len // 4)
+    seen = [window if layer % 6 else None for layer in range(stage.model.config.num_hidden_layers)]
     single = stage.in_one_process(1)
 
     def play(name: str, *, in_groups: bool) -> tuple[DemoRun, list[GroupTable]]:

@@ -202,7 +202,7 @@ class GroupedBlockManager(BlockManager):
         """Give back what the other sequences of the request have kept until the last one has caught up."""
         for other in request.sequences:
             if other is not last:
-                self._give_back(other, min(other.num_computed, len(other.tokens) - 1))  # it may be in flight already
+                self._give_back(other, len(other.tokens) - 1)  # its last token may be in flight
 
     def _give_back(self, sequence: SequenceState, num_computed: int) -> None:
         if passed := _table(sequence).give_back(num_computed):

@@ -173,6 +173,17 @@ def test_without_a_full_group_a_hit_needs_no_more_than_its_window() -> None:
     assert not cached.cache._nodes  # prefixes without blocks are gone with the last block after them
 
 
+def test_holes_leave_no_prefix_in_the_cache() -> None:
+    """A sequence that was swapped out publishes its beginning again. The window has passed these blocks by then, and
+    the cache may have evicted them."""
+    table = filled(5, (2,))
+    table.give_back(5)
+    assert table.holes == [2]
+    cache = GroupedPrefixCache(2, table._allocator, (2,))
+    assert list(cache.publish([1, 2, 3, 4], table, 0)) == []
+    assert not cache._nodes
+
+
 def test_evicted_first_is_what_a_window_passed_first() -> None:
     cached = Cached(FULL_AND_4, num_given_back=16)
     assert cached.cache.evict(2) == [cached.entries[1], cached.entries[3]]
@@ -225,7 +236,7 @@ def test_the_most_blocks_that_a_sequence_holds_on_its_way() -> None:
         assert most <= blocks_alone((window,), 60, 4, 6) <= most + 1
 
 
-def engine_with(windows: Sequence[int | None], num_blocks: int) -> Engine:
+def engine_with(windows: Sequence[int | None], num_blocks: int, *, async_scheduling: bool = False) -> Engine:
     """An engine in debug mode, with blocks of 2 tokens, whose runner has no model."""
     sizes = EngineConfig(
         num_blocks=num_blocks,
@@ -234,6 +245,7 @@ def engine_with(windows: Sequence[int | None], num_blocks: int) -> Engine:
         block_size=2,
         max_num_batched_tokens=64,
         group_windows=tuple(windows),
+        async_scheduling=async_scheduling,
         debug=True,
     )
     runner = ContentRunner(num_blocks, 0, 2, 99, windows=sizes.group_windows)
@@ -264,6 +276,69 @@ def test_a_hit_that_an_admission_of_the_same_step_has_evicted_is_counted_again()
     engine.step()
     engine.add_request([*range(50, 63)], greedy(1), request_id="A")
     engine.add_request([*prompt[:10], 40], greedy(1), request_id="B")
+    run(engine)
+
+
+def test_hits_in_use_save_blocks_where_no_window_passes_them() -> None:
+    """The blocks of a last window are shared for a while. The most blocks that the request holds stays the same."""
+    engine = engine_with((None, 4), 90)
+    prompt = [*range(1, 13)]
+    engine.add_request(prompt, greedy(8), request_id="a")
+    engine.step()
+    engine.add_request([*prompt, 40], greedy(1), request_id="b")
+    [waiting] = engine.scheduler.waiting
+    alone = blocks_alone((None, 4), 13, 2, 64)
+    assert engine.blocks.num_cached_tokens(waiting) == 12
+    assert engine.blocks.blocks_to_admit(waiting) == alone - 6
+    engine.abort("a")
+    assert engine.blocks.num_cached_tokens(waiting) == 12
+    assert engine.blocks.blocks_to_admit(waiting) == alone  # cached blocks that nobody holds count as available
+
+
+def test_what_a_request_begins_with_is_not_published_again() -> None:
+    engine = engine_with((None, 4), 90)
+    prompt, hashed = [*range(1, 13)], list[tuple[int, ...]]()
+    engine.add_request(prompt, greedy(1), request_id="a")
+    run(engine)
+    cache = engine.blocks.prefix_cache
+    assert isinstance(cache, GroupedPrefixCache)
+    right = cache._chain_hash
+
+    def chain_hash(parent: int, tokens: tuple[int, ...]) -> int:
+        hashed.append(tokens)
+        return right(parent, tokens)
+
+    cache._chain_hash = chain_hash
+    engine.add_request([*prompt, 40, 41, 42], greedy(1), request_id="b")
+    run(engine)
+    assert [hashed.count((i, i + 1)) for i in range(1, 13, 2)] == [1] * 6  # looked up once
+
+
+def test_the_last_sequence_to_catch_up_may_begin_in_a_step_that_does_not_run() -> None:
+    """Its sibling has all its tokens but one, so nothing is left to catch up. Blocks or tokens may be short then."""
+    engine = engine_with((2,), 40)
+    engine.add_request([*range(1, 9)], greedy(8, n=2), request_id="a")
+    engine.step()
+    engine._recover(RuntimeError("both sequences lose their blocks"))
+    engine.step()
+    assert [sequence.num_computed for sequence in engine.scheduler.running[0].sequences] == [8, 0]
+    engine.scheduler.assign_ahead()  # a plan that is given up
+    assert [sequence.num_computed for sequence in engine.scheduler.running[0].sequences] == [8, 8]
+    engine.check_invariants()
+    run(engine)
+
+
+def test_a_step_in_flight_reads_no_block_that_was_given_back() -> None:
+    engine = engine_with((3,), 40, async_scheduling=True)
+    engine.add_request([*range(1, 6)], greedy(20, n=2), request_id="a")
+    rows_in_flight = 0
+    for _ in range(15):
+        engine.step()
+        for step in engine.steps_in_flight:
+            for row, (sequence, _) in zip(step.plan.rows, step.plan.work(), strict=True):
+                assert HOLE not in sequence.entries[first_seen(3, row.start) // 2 :]
+                rows_in_flight += 1
+    assert rows_in_flight > 20
     run(engine)
 
 

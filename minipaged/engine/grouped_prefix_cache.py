@@ -11,7 +11,7 @@ block or none.
 A sequence can begin with n nodes if they have everything that the token after them sees: all n blocks in each group
 that sees everything, and the blocks of the last window in each other group. So the search first goes from the left, as
 far as there are nodes. Then it goes back from the right, to the largest n for which everything seen is there. A missing
-block rules out each n whose last window contains it, and no other.
+block rules out each n whose last window contains it, and no other. So the search goes on with the n before it.
 
 Ownership is as in `prefix_cache.py`: the cache has one reference on each block, and a block that only the cache holds
 is evictable, least recently used first. When a window passes a block, the sequence releases it, long before its own
@@ -90,19 +90,20 @@ class GroupedPrefixCache:
             if child is None or not child.is_for(node, block_tokens):
                 break
             nodes.append(node := child)
-        # group -> n -> which of the first n nodes is the last one without a block
-        missing = [[-1] for _ in self._windows]
-        for group, last in enumerate(missing):
-            for i, node in enumerate(nodes):
-                last.append(i if node.blocks[group] == HOLE else last[-1])
-        for n in range(len(nodes), 0, -1):
+        n = len(nodes)
+        while n:
             first = [first_seen(window, n * self.block_size) // self.block_size for window in self._windows]
-            if all(last[n] < seen for last, seen in zip(missing, first, strict=True)):
+            # The shortest windows first: what they lack is found soon.
+            seen_by = sorted(((seen, group) for group, seen in enumerate(first)), reverse=True)
+            lacking = (i for seen, group in seen_by for i in range(seen, n) if nodes[i].blocks[group] == HOLE)
+            missing = next(lacking, None)
+            if missing is None:
                 return [
                     block if i >= seen else HOLE
                     for i, node in enumerate(nodes[:n])
                     for block, seen in zip(node.blocks, first, strict=True)
                 ]
+            n = missing  # each n between has this block in its window
         return []
 
     def reused(self, blocks: Iterable[int]) -> None:

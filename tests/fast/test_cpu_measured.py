@@ -247,10 +247,10 @@ def test_of_two_processes_that_start_at_once_one_measures(folder: Path, monkeypa
 
 @pytest.fixture
 def chosen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The library is chosen, in other processes too. They use the real folder, so an environment variable that changes
-    nothing makes conditions of their own."""
+    """The library is chosen, in other processes too. They use the real folder, which other tests use at the same time.
+    So an environment variable that changes nothing, as oneDNN ignores unknown names, makes conditions of their own."""
     monkeypatch.undo()
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "DEFAULT")
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", f"any, {os.getpid()}")
     speeds.cache_clear()
     file = measured._file(torch.float32)
     assert file is not None

@@ -245,8 +245,12 @@ def check_fits(request: Request, config: EngineConfig, max_sequences: int, block
             if prompt > config.num_blocks
             else f"prompt and output can need {blocks.most_blocks(request)} blocks"
         )
+        groups, chunk = "", ""
+        if config.has_windows:  # all tokens of a step count, until its windows have passed them
+            groups = f" in {len(config.group_windows)} groups of layers"
+            chunk = f", lower max_num_batched_tokens ({config.max_num_batched_tokens})"
         raise InvalidRequest(
-            f"the request could never be served: {what} of {config.block_size} tokens, and the whole pool has "
+            f"the request could never be served: {what} of {config.block_size} tokens{groups}, and the whole pool has "
             f"{config.num_blocks}; shorten the prompt, lower max_tokens ({request.max_output_tokens}) or {name} "
-            f"({request.num_sequences}), or raise num_blocks"
+            f"({request.num_sequences}){chunk}, or raise num_blocks"
         )

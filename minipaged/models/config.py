@@ -347,10 +347,11 @@ def _check_supported(d: Mapping[str, Any], model_type: str, head_dim: int) -> No
         raise ModelError("config.json: no_rope_layers names layers without rotary embeddings, which are not supported")
     known = {"full_attention", "sliding_attention"} if model_type != "llama" else {"full_attention"}
     kinds = set(d.get("layer_types") or ())
-    if not kinds <= known or (model_type == "mistral" and len(kinds) > 1):
+    is_mixed = model_type == "mistral" and len(kinds) > 1
+    if is_mixed or not kinds <= known:
         raise ModelError(
             f"config.json: layer_types names {', '.join(sorted(map(repr, kinds)))}, and {ARCHITECTURES[model_type][0]} "
-            f"has {' or '.join(sorted(map(repr, known)))}"
+            f"has {' or '.join(sorted(map(repr, known)))}" + (", the same in all layers" if is_mixed else "")
         )
 
 

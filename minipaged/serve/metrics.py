@@ -349,7 +349,7 @@ class Metrics:
         yield counter("minipaged:prefix_cache_evictions", "Cached blocks given up.", stats.prefix_cache_evictions)
         yield counter("minipaged:preemptions", "Preemptions by mode.", preemptions, "mode")
         yield counter("minipaged:blocks_copied", "Blocks copied on write.", stats.blocks_copied)
-        yield counter("minipaged:blocks_passed", "Blocks given back for windows passed them.", stats.blocks_passed)
+        yield counter("minipaged:blocks_passed", "Blocks given back because windows passed them.", stats.blocks_passed)
         yield counter("minipaged:blocks_swapped", "Blocks copied to the host and back.", swapped, "direction")
         yield counter(
             "minipaged:blocks_handed_over",

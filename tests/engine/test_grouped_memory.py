@@ -355,6 +355,15 @@ def test_tokens_that_windows_have_passed_count_as_computed(windows: tuple[int | 
     assert two.num_tokens_held(2) == 28 + 2 * (1 + 10)  # the blocks of the prompt's first 28 tokens are shared
 
 
+def test_what_never_fits_is_refused_with_the_groups_and_the_tokens_of_a_step() -> None:
+    """A step's tokens count, until its windows have passed them: a smaller step would let the request in."""
+    why = r"can need 50 blocks of 2 tokens in 2 groups of layers, .* or n \(1\), lower max_num_batched_tokens \(64\)"
+    with pytest.raises(InvalidRequest, match=why):
+        engine_with((None, 4), 40).add_request([*range(1, 31)], greedy(21))
+    with pytest.raises(InvalidRequest, match=r"can need 25 blocks of 2 tokens, .* or n \(1\), or raise num_blocks"):
+        engine_with((None,), 20).add_request([*range(1, 31)], greedy(21))
+
+
 def test_a_table_of_holes_only_is_told_as_freed() -> None:
     engine = engine_with((1,), 20)
     heard: list[Event] = []

@@ -284,6 +284,14 @@ def test_what_of_a_gemma_cannot_run_is_refused_by_name(change: dict[str, Any], s
     assert all(words in str(raised.value) for words in says), raised.value
 
 
+def test_layers_of_a_mistral_are_not_mixed() -> None:
+    kinds = ["full_attention", "sliding_attention"]
+    d = {"vocab_size": 32, "hidden_size": 256, "intermediate_size": 8, "num_hidden_layers": 2, "layer_types": kinds}
+    says = "MistralForCausalLM has 'full_attention' or 'sliding_attention', the same in all layers"
+    with pytest.raises(ModelError, match=says):
+        ModelConfig.from_dict(d | {"num_attention_heads": 32, "model_type": "mistral"})
+
+
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"])
 def test_what_a_cousin_leaves_out_is_as_in_transformers(model_type: str) -> None:
     d: dict[str, Any] = {"vocab_size": 32, "hidden_size": 256, "intermediate_size": 8, "num_hidden_layers": 1}

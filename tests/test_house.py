@@ -114,8 +114,7 @@ HOUSE = {
         late={"runs in a page, where it is loaded when somebody begins": "numpy"},
     ),
     "demo": Room(
-        "contracts engine errors events handover models.layer_groups models.shards outputs params replay setup "
-        "simulation",
+        "contracts engine errors events handover models.shards outputs params replay setup simulation",
         "rich",
         late={"a run is shown again, or simulated, without a model": "llm setup"},
     ),

@@ -21,7 +21,6 @@ from minipaged.engine.engine import Engine
 from minipaged.errors import ModelError
 from minipaged.events import Event, Listener
 from minipaged.handover.kv_connector import KVConnector
-from minipaged.models.layer_groups import LayerGroups
 from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, KVCacheDtype, RequestOutputKind, SamplingParams
 from minipaged.replay.state import State
@@ -271,9 +270,8 @@ class Stage:
     def with_windows(self, windows: Sequence[int | None], *, in_groups: bool) -> Stage:
         """A copy of the stage whose model's layers see these windows, in tokens (None: everything). Unless they are
         `in_groups`, all layers share one block table, which keeps all blocks."""
-        one_table = LayerGroups((None,), (0,) * len(windows))
-        config = replace(self.model.config, layer_windows=tuple(windows), given_groups=None if in_groups else one_table)
-        return replace(self, model=replace(self.model, config=config))
+        config = replace(self.model.config, layer_windows=tuple(windows))
+        return replace(self, model=replace(self.model, config=config if in_groups else config.in_one_group()))
 
     def warm_up(self) -> None:
         """Compile the tier's kernels, which may take a while and print messages on stderr."""

@@ -211,7 +211,7 @@ FORGETFUL: list[dict[str, Any]] = [
     GEMMA | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
     GEMMA | {"qk_norm": True, "window_rope_theta": 500.0},
 ]
-"""Of ModelConfig: Mistral, Qwen2, Gemma 2 and Gemma 3, with windows that are no multiples of a block."""
+"""Settings of ModelConfig: Mistral, Qwen2, Gemma 2 and Gemma 3, with windows that are no multiples of a block."""
 
 
 @every_kernel_set_and_dtype

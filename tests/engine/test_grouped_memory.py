@@ -212,7 +212,7 @@ def test_equal_hashes_are_no_proof() -> None:
 
 
 def test_a_5_to_1_model_holds_less_than_a_fifth_at_32768_tokens() -> None:
-    """As Gemma 3: one layer of six sees everything, and five see 1,024 tokens."""
+    """Gemma 3 has such layers: one of six sees everything, and five see 1,024 tokens."""
     table = GroupedTable(16, BlockAllocator(20_000), (None, *[1024] * 5))
     for start in range(0, 32_768, 512):
         table.append(512)

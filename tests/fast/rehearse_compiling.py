@@ -46,7 +46,7 @@ class Case:
 
     model_type: str = "llama"
     window: int | None = None
-    """Of layers, of those that have one in this type of model."""
+    """The window of the layers that have one in this type of model."""
     num_layers: int = 1
     head_dim: int = 64
     kv_heads: int = 2

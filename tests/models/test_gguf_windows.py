@@ -94,7 +94,7 @@ def check_served(ours: Path, folder: Path, theirs: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_gemma_of_mixed_blocks_is_served_packed(tied: bool, write_gguf: WriteGGUF, tmp_path: Path) -> None:
-    """As Q4_K_M has them: Q4_K, Q6_K where more counts, and Q8_0."""
+    """The matrices are packed as in Q4_K_M: Q4_K, Q6_K where more counts, and Q8_0."""
     shape = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "query_pre_attn_scalar": 64}
     settings = {"sliding_window": WINDOW, "vocab_size": 320, "eos_token_id": None, "tie_word_embeddings": tied}
     theirs = load(make_small_llama(tmp_path / "random", **(ONE_IN_SIX | shape | settings)))

@@ -295,7 +295,7 @@ def test_a_sink_takes_weight_and_gives_no_value() -> None:
 
 
 def test_prompts_of_one_length_may_begin_at_different_places_of_a_window() -> None:
-    """So the last queries of the longer sequence see nothing of the first blocks, which the others still see."""
+    """The last queries of the longer sequence see nothing of the first blocks, which the others still see."""
     rng = np.random.default_rng(0)
     keys, values = ([each[:n] for n in (13, 16, 20)] for each in rng.standard_normal((2, 20, 1, 8)))
     cache, tables = in_blocks(keys, values, 4, rng)

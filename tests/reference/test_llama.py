@@ -122,8 +122,8 @@ def is_gemma(model: PreTrainedModel) -> bool:
 
 
 def in_float64(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model, all of it in float64: transformers' own norms, rotary tables and Gemma's softmax are float32 in
-    any case."""
+    """Make the model compute everything in float64: transformers' own norms, rotary tables and Gemma's softmax are
+    float32 in any case."""
     config = ModelConfig.from_dict(model.config.to_dict())
 
     def norm(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:

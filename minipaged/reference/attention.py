@@ -171,12 +171,14 @@ def _attend(
         scores = q[:s, :, rows] @ K.transpose(0, 2, 3, 1)  # [s, kv_heads, rows, keys]
         if soft_cap is not None:
             scores = soft_cap * np.tanh(scores / soft_cap)  # [s, kv_heads, rows, keys]
-        if key[-1] > position[s - 1, r] or key[0] <= position[0, end - 1] - window:  # some query does not see some key
-            at = position[:s, None, rows, None]  # [s, 1, rows, 1]
-            seen = (key <= at) & (key > at - window)  # [s, 1, rows, keys]
+        later, passed = key[-1] > position[s - 1, r], key[0] <= position[0, end - 1] - window
+        if later or passed:  # some query does not see some key
+            at, lens = position[:s, None, rows, None], context_lens[:s, None]  # [s, 1, rows, 1], [s, 1]
+            seen, unseen = key <= at, key >= lens  # [s, 1, rows, keys], [s, keys]: unseen by all queries
+            if passed:
+                seen, unseen = seen & (key > at - window), unseen | (key <= lens - T - window)
             scores = np.where(seen, scores, -np.inf)  # [s, kv_heads, rows, keys]
-            lens = context_lens[:s, None]  # [s, 1]
-            V[(key >= lens) | (key <= lens - T - window)] = 0  # nobody sees it, but weight 0 × NaN would be NaN
+            V[unseen] = 0  # weight 0 × NaN would be NaN
         m_old = m[:s, :, rows]  # [s, kv_heads, rows, 1]
         m_new = np.maximum(m_old, scores.max(axis=-1, keepdims=True))  # [s, kv_heads, rows, 1]
         fade = np.exp(m_old - m_new)  # [s, kv_heads, rows, 1]

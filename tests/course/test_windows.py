@@ -13,6 +13,7 @@ import pytest
 
 from minipaged.course.assignments.windows.checks import ASSIGNMENT
 from minipaged.course.assignments.windows.mutants import FIRST, LAST_SEEN_BY, SEEDED
+from minipaged.course.grader.formats import explanation
 from minipaged.engine.grouped_prefix_cache import GroupedPrefixCache
 from minipaged.engine.grouped_table import GroupedTable
 from minipaged.events import HOLE
@@ -59,6 +60,12 @@ def test_siblings_and_copies_are_events_that_can_be_folded(tmp_path: Path) -> No
     assert failure is not None
     assert failure.invariant == "exact-references"
     assert [len(sequence.tables()[0]) for sequence in folded(failure).sequences.values()] == [4, 4]
+
+
+def test_a_wrong_window_is_told_as_such_where_references_are_tested(tmp_path: Path) -> None:
+    result = result_of(OTHERS, submit(SEEDED.mutants["a window too small"].source, tmp_path))
+    assert result.test.invariant == "exact-references"
+    assert explanation(result)[0].endswith("(broken: window-content)")
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,7 @@ class WindowsSession(Session):
             self._fail(
                 f"{shown} {said(answer)}; it should return {right}: {self._why(group, position)}",
                 f"assert blocks == {right}, blocks",
+                invariant=Invariant.WINDOW_CONTENT,
             )
         self._compare(shown)
 
@@ -142,6 +143,7 @@ class WindowsSession(Session):
             self._fail(
                 f"{shown} {said(answer)}; it should return {right}: {self._why_tables(answer, right, position)}",
                 f"assert {name} == {right}, {name}",
+                invariant=Invariant.WINDOW_CONTENT,
             )
         sequence.tables = right
         entries = zip(in_entries(before), in_entries(right), strict=True)
@@ -172,6 +174,7 @@ class WindowsSession(Session):
             self._fail(
                 f"{shown} {said(answer)}; it should return {right}: {self._why_hit(answer, right)}",
                 f"assert {name} == {right}, {name}",
+                invariant=Invariant.WINDOW_CONTENT,
             )
         sequence = self._new(right, num_tokens=num_tokens)
         if num_tokens:

@@ -477,18 +477,21 @@ def _attend_shared_tile_as(queries, head, table, start, end, scoring, n, group, 
             )
 
     def floats(queries, head, table, start, end, scoring, n, group, scratch, number):
-        next_size, like = min(TILE, end - start - TILE), queries.reshape(1, queries.shape[0], queries.shape[1])
+        # The size is TILE. But if LLVM knew that, it would compile the loops once more for it, and add sums in another
+        # order than without sharing.
+        size, next_size = min(TILE, end - start), min(TILE, end - start - TILE)
+        like = queries.reshape(1, queries.shape[0], queries.shape[1])
         k, v, kind, block_stride, block_size = head.k, head.v, head.kind, head.block_stride, head.block_size
         q, o, m_l, p, tile = scratch.q, scratch.o, scratch.m_l, scratch.p, scratch.tile
-        read_tile(k, head.k_scales, kind, block_stride, block_size, table, start, TILE, like, tile)
-        _prefetch_tile(v, block_stride, block_size, table, start, TILE, head.row_bytes)
+        read_tile(k, head.k_scales, kind, block_stride, block_size, table, start, size, like, tile)
+        _prefetch_tile(v, block_stride, block_size, table, start, size, head.row_bytes)
         for i in range(0, n * group, group):  # each sequence by itself, for the same bits as without sharing
             own, cap = m_l[i : i + group], scoring.soft_cap
-            _take_scores(q[i : i + group], tile, TILE, cap, own[:, 0], own[:, 1], o[i : i + group], p[i : i + group])
-        read_tile(v, head.v_scales, kind, block_stride, block_size, table, start, TILE, like, tile)
+            _take_scores(q[i : i + group], tile, size, cap, own[:, 0], own[:, 1], o[i : i + group], p[i : i + group])
+        read_tile(v, head.v_scales, kind, block_stride, block_size, table, start, size, like, tile)
         _prefetch_tile(k, block_stride, block_size, table, start + TILE, next_size, head.row_bytes)
         for i in range(0, n * group, group):
-            _take_values(p[i : i + group], tile, TILE, o[i : i + group])
+            _take_values(p[i : i + group], tile, size, o[i : i + group])
 
     return pairs if number == types.uint16 else floats
 

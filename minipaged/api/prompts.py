@@ -9,18 +9,24 @@ from typing import Any, NotRequired, TypedDict
 from minipaged.api.vllm_arguments import PROMPT_KEYS, take_own
 from minipaged.errors import InvalidRequest
 
+MOST_SALT = 1024
+"""The longest salt, in characters."""
+
 
 class TextPrompt(TypedDict):
-    """A prompt as text."""
+    """A prompt as text, and perhaps a salt: requests share cached blocks only with requests of the same salt."""
 
     prompt: str
+    cache_salt: NotRequired[str]
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as token ids. If its text is given too, the model runs the ids, and the output repeats the text."""
+    """A prompt as token ids. If its text is given too, the model runs the ids, and the output repeats the text.
+    `cache_salt` is that of a `TextPrompt`."""
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
@@ -41,9 +47,11 @@ def read_prompt(prompt: Prompt, encode: Callable[[str], Sequence[int]]) -> tuple
     text: Any = None
     ids: Any = prompt
     if isinstance(prompt, Mapping):
-        own = ("prompt", "prompt_token_ids")
+        own = ("prompt", "prompt_token_ids", "cache_salt")
         if unknown := [key for key in prompt if key not in (*own, *PROMPT_KEYS)]:
-            raise InvalidRequest(f'a prompt has a "prompt" or "prompt_token_ids", but no {unknown[0]!r}')
+            raise InvalidRequest(
+                f'a prompt has a "prompt" or "prompt_token_ids", and perhaps a "cache_salt", but no {unknown[0]!r}'
+            )
         given = take_own("a prompt", prompt, PROMPT_KEYS, own)
         text, ids = given.get("prompt"), given.get("prompt_token_ids")
         if text is None and ids is None:
@@ -59,3 +67,34 @@ def read_prompt(prompt: Prompt, encode: Callable[[str], Sequence[int]]) -> tuple
     if isinstance(ids, bytes | Mapping) or not hasattr(ids, "__len__"):
         raise InvalidRequest(f"a prompt is a text or a list of token ids, not {type(ids).__name__}: {ids!r}")
     return ids, text
+
+
+def salt_of(prompt: Prompt) -> str | None:
+    """The salt of a prompt; None without one. Raises InvalidRequest for an invalid salt."""
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    check_salt(salt)
+    return salt
+
+
+def check_salt(salt: object) -> None:
+    """Raise InvalidRequest unless `salt` is None or a text of 1 to MOST_SALT characters that UTF-8 can write."""
+    if salt is None:
+        return
+    shared = "requests share cached blocks only with those of the same salt"
+    if not isinstance(salt, str):
+        raise InvalidRequest(
+            f"cache_salt is of type {type(salt).__name__}; {shared}, so give a text, or leave it out to share with all "
+            "requests without one"
+        )
+    if not 1 <= len(salt) <= MOST_SALT:
+        raise InvalidRequest(
+            f"cache_salt has {len(salt):,} characters, and 1 to {MOST_SALT:,} are taken; {shared}: give each client a "
+            "text of its own, such as 32 random letters, or leave it out to share with all requests without one"
+        )
+    try:
+        salt.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"cache_salt has half of a character at place {error.start} ({salt[error.start]!r}), which UTF-8 cannot "
+            "write; leave it out, or give both halves"
+        ) from None

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from numbers import Integral
 
+from minipaged.api.prompts import check_salt
 from minipaged.contracts import BeamSearch
 from minipaged.engine.detokenizer import Decode, Detokenizer, Encode, naming_failures
 from minipaged.engine.grouped_memory import pool_tokens
@@ -19,7 +20,9 @@ from minipaged.engine.memory import AllocStatus, Memory
 from minipaged.engine.policies import looks_at_priority
 from minipaged.engine.scheduler import Scheduler
 from minipaged.engine.sequence import Request, SequenceState
+from minipaged.engine.stats import Stats
 from minipaged.errors import InvalidRequest
+from minipaged.handover.block_hashes import salt_number
 from minipaged.params import (
     BeamSearchParams,
     EngineConfig,
@@ -31,9 +34,12 @@ from minipaged.params import (
 from minipaged.scheduling import Policy
 from minipaged.steps import Sampling
 
+MOST_SALTS = 1 << 16
+"""The number of salts that are remembered, to count different ones. Some 100 bytes each."""
+
 
 class Arrivals:
-    """Makes the requests of one engine."""
+    """Makes the requests of one engine, and counts their salts in `stats`."""
 
     def __init__(
         self,
@@ -45,6 +51,7 @@ class Arrivals:
         decode: Decode | None,
         encode: Encode | None,
         clock: Callable[[], float],
+        stats: Stats,
     ) -> None:
         self._config = config
         self._beam_search = beam_search
@@ -56,6 +63,8 @@ class Arrivals:
         self._encode = encode
         self._clock = clock
         self._random = random.Random(config.seed)
+        self._stats = stats
+        self._salts: set[int] = set()
 
     def make(
         self,
@@ -66,6 +75,7 @@ class Arrivals:
         prompt: str | None,
         output_kind: RequestOutputKind,
         priority: int,
+        cache_salt: str | None,
     ) -> Request:
         """Make a request. Raises InvalidRequest if it could never be served."""
         if isinstance(params, SamplingParams):
@@ -73,8 +83,11 @@ class Arrivals:
         check_prompt(prompt_token_ids, self._config)
         check_params(params, output_kind, self._config, has_tokenizer=self._decode is not None)
         check_priority(priority, self._scheduler.policy)
+        check_salt(cache_salt)
         tokens = tuple(map(int, prompt_token_ids))  # NumPy's integers, for example, are not JSON
         room = self._config.max_model_len - len(tokens)
+        salt = salt_number(cache_salt)
+        first = SequenceState(next(self._sequence_ids), list(tokens), [], self._blocks.new_table(), salt=salt)
         request = Request(
             request_id=request_id,
             order=order,
@@ -86,7 +99,7 @@ class Arrivals:
             max_output_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             reads_along=output_kind is RequestOutputKind.DELTA,
             priority=int(priority),
-            sequences=[SequenceState(next(self._sequence_ids), list(tokens), [], self._blocks.new_table())],
+            sequences=[first],
             decode=self._decode,
         )
         if params.max_tokens is None:
@@ -100,6 +113,9 @@ class Arrivals:
         self._scheduler.asked.check_fits(request)
         if request.sampling and request.sampling.params.seed is None:  # drawn last: a refused request uses none up
             request.sampling = request.sampling._replace(seed=self._random.getrandbits(64))
+        if salt and len(self._salts) < MOST_SALTS:
+            self._salts.add(hash(salt))
+            self._stats.prefix_cache_salts = len(self._salts)
         return request
 
     def _prepare_samples(self, request: Request, params: SamplingParams) -> None:

@@ -32,6 +32,10 @@ class Prefixes:
     def __init__(self) -> None:
         self._numbers: dict[tuple[Prefix, int], Prefix] = {}
 
+    def root(self, salt: int) -> Prefix:
+        """The empty prefix of a request with this salt, which nothing of another salt continues."""
+        return self.extend(0, -salt) if salt else 0
+
     def extend(self, prefix: Prefix, token: int) -> Prefix:
         return self._numbers.setdefault((prefix, token), len(self._numbers) + 1)
 
@@ -41,7 +45,7 @@ class Prefixes:
         while prefix:
             prefix, token = steps[prefix - 1]
             tokens.append(token)
-        return tokens[::-1]
+        return [token for token in reversed(tokens) if token >= 0]  # a salt is no token
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class GivenRow:
     """A row of a batch, with copies of everything that later steps change."""
 
     sequence: int
+    salt: int
     tokens_before: list[int]
     token_ids: list[int]
     slots: list[list[int]]
@@ -215,20 +220,22 @@ class ContentRunner(MirroredRunner):
 
     def take(self, batch: Batch) -> list[GivenRow]:
         """Return copies of the rows when a batch is handed over. `batch`: all rows of the step, or the first few."""
-        given = []
+        given, salts = [], self._salts()
         for row, of in zip(self.mirror.rows, batch, strict=False):
             before = self.mirror.sequences[row.sequence].token_ids(0, row.start)
             slots = self.slots(of.blocks, row.start, row.stop)
             blocks = list(of.blocks)
             wanted = (of.wants_logits, of.num_prompt_logits)
-            given.append(GivenRow(row.sequence, before, list(of.token_ids), slots, blocks, *wanted))
+            given.append(
+                GivenRow(row.sequence, salts.get(row.sequence, 0), before, list(of.token_ids), slots, blocks, *wanted)
+            )
         return given
 
     def compute(self, rows: Sequence[GivenRow]) -> Logits:
         """Run the forward pass. Since `take`, only memory and the tokens being chosen may have changed."""
         tokens = [[*row.tokens_before, *row.token_ids] for row in rows]
         for row, known in zip(rows, tokens, strict=True):  # all writes first, as in a layer of a real model
-            prefix = 0
+            prefix = self.prefixes.root(row.salt)
             for token in row.tokens_before:
                 prefix = self.prefixes.extend(prefix, token)
             for token, *slots in zip(known[len(row.tokens_before) :], *row.slots, strict=True):
@@ -237,7 +244,7 @@ class ContentRunner(MirroredRunner):
                     self.device[slot // self.block_size][slot % self.block_size] = self._content(prefix, group)
         logits = []
         for row, known in zip(rows, tokens, strict=True):
-            found = self._read(row.sequence, row.blocks, known, len(row.tokens_before))
+            found = self._read(row, known)
             if row.wants_logits:
                 logits.append(self.model.logits(found, self.vocab_size))
             if row.num_prompt_logits:
@@ -269,25 +276,32 @@ class ContentRunner(MirroredRunner):
         """What a slot holds: the prefix that wrote it, and the group of layers for which it did, as one number."""
         return prefix * len(self.windows) + group
 
-    def _read(self, sequence: int, blocks: Sequence[int], tokens: list[int], start: int) -> list[int]:
+    def _salts(self) -> dict[int, int]:
+        """The salts of the engine's sequences. A step does not have them, because no model needs them."""
+        if self.engine is None:
+            return {}
+        requests = (*self.engine.scheduler.running, *self.engine.scheduler.waiting)
+        return {sequence.sequence_id: sequence.salt for request in requests for sequence in request.sequences}
+
+    def _read(self, row: GivenRow, tokens: list[int]) -> list[int]:
         """Return the tokens found in memory. They equal `tokens`, unless `on_wrong_read` let a wrong read pass.
 
-        A group of layers reads what the query tokens see, which begin at `start`. A position that none of them sees is
-        taken from `tokens`.
+        A group of layers reads what the row's query tokens see. A position that none of them sees is taken from
+        `tokens`.
         """
-        read, prefix = list[int](), 0
-        first = [first_seen(window, start) for window in self.windows]
+        read, prefix = list[int](), self.prefixes.root(row.salt)
+        first = [first_seen(window, len(row.tokens_before)) for window in self.windows]
         for position, token in enumerate(tokens):
             prefix = self.prefixes.extend(prefix, token)
             here = [token]
             for group, seen in enumerate(first):
                 if position < seen:
                     continue
-                block = blocks[position // self.block_size * len(first) + group]
+                block = row.blocks[position // self.block_size * len(first) + group]
                 found = None if block == HOLE else self.device[block][position % self.block_size]
                 if found != self._content(prefix, group):
                     there = None if found is None else self.prefixes.tokens(found // len(first))
-                    self.on_wrong_read(WrongRead(sequence, position, block, tokens[: position + 1], there))
+                    self.on_wrong_read(WrongRead(row.sequence, position, block, tokens[: position + 1], there))
                     here = there or []
             read += here
         return read

@@ -9,9 +9,6 @@ from typing import Any, NotRequired, TypedDict
 from minipaged.api.vllm_arguments import PROMPT_KEYS, take_own
 from minipaged.errors import InvalidRequest
 
-MOST_SALT = 1024
-"""The longest salt, in characters."""
-
 
 class TextPrompt(TypedDict):
     """A prompt as text, and perhaps a salt: requests share cached blocks only with requests of the same salt."""
@@ -70,31 +67,5 @@ def read_prompt(prompt: Prompt, encode: Callable[[str], Sequence[int]]) -> tuple
 
 
 def salt_of(prompt: Prompt) -> str | None:
-    """The salt of a prompt; None without one. Raises InvalidRequest for an invalid salt."""
-    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
-    check_salt(salt)
-    return salt
-
-
-def check_salt(salt: object) -> None:
-    """Raise InvalidRequest unless `salt` is None or a text of 1 to MOST_SALT characters that UTF-8 can write."""
-    if salt is None:
-        return
-    shared = "requests share cached blocks only with those of the same salt"
-    if not isinstance(salt, str):
-        raise InvalidRequest(
-            f"cache_salt is of type {type(salt).__name__}; {shared}, so give a text, or leave it out to share with all "
-            "requests without one"
-        )
-    if not 1 <= len(salt) <= MOST_SALT:
-        raise InvalidRequest(
-            f"cache_salt has {len(salt):,} characters, and 1 to {MOST_SALT:,} are taken; {shared}: give each client a "
-            "text of its own, such as 32 random letters, or leave it out to share with all requests without one"
-        )
-    try:
-        salt.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(
-            f"cache_salt has half of a character at place {error.start} ({salt[error.start]!r}), which UTF-8 cannot "
-            "write; leave it out, or give both halves"
-        ) from None
+    """The salt of a prompt, which the engine will check; None without one."""
+    return prompt.get("cache_salt") if isinstance(prompt, Mapping) else None

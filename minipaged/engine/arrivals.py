@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from numbers import Integral
 
-from minipaged.api.prompts import check_salt
 from minipaged.contracts import BeamSearch
 from minipaged.engine.detokenizer import Decode, Detokenizer, Encode, naming_failures
 from minipaged.engine.grouped_memory import pool_tokens
@@ -34,6 +33,8 @@ from minipaged.params import (
 from minipaged.scheduling import Policy
 from minipaged.steps import Sampling
 
+MOST_SALT = 1024
+"""The longest salt, in characters."""
 MOST_SALTS = 1 << 16
 """The number of salts that are remembered, to count different ones. Some 100 bytes each."""
 
@@ -232,6 +233,30 @@ def check_priority(priority: int, policy: Policy) -> None:
             f"priority is {priority}, and this engine's policy, {type(policy).__name__}, does not look at it: leave it "
             "out, or start the engine with scheduling_policy='priority' (--scheduling-policy priority)"
         )
+
+
+def check_salt(salt: object) -> None:
+    """Raise InvalidRequest unless `salt` is None or a text of 1 to MOST_SALT characters that UTF-8 can write."""
+    if salt is None:
+        return
+    shared = "requests share cached blocks only with those of the same salt"
+    if not isinstance(salt, str):
+        raise InvalidRequest(
+            f"cache_salt is of type {type(salt).__name__}; {shared}, so give a text, or leave it out to share with all "
+            "requests without one"
+        )
+    if not 1 <= len(salt) <= MOST_SALT:
+        raise InvalidRequest(
+            f"cache_salt has {len(salt):,} characters, and 1 to {MOST_SALT:,} are taken; {shared}: give each client a "
+            "text of its own, such as 32 random letters, or leave it out to share with all requests without one"
+        )
+    try:
+        salt.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"cache_salt has half of a character at place {error.start} ({salt[error.start]!r}), which UTF-8 cannot "
+            "write; leave it out, or give both halves"
+        ) from None
 
 
 def most_that_fits(request: Request, num_blocks: int, blocks: Memory) -> int:

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from minipaged.api.prompts import MOST_SALT
 from minipaged.api.vllm_arguments import CHAT_ARGUMENTS, SAMPLING_ARGUMENTS
+from minipaged.engine.arrivals import MOST_SALT
 from minipaged.errors import InvalidRequest
 from minipaged.models.tokenizer import with_plain_content
 from minipaged.params import BeamSearchParams, SamplingParams

@@ -97,7 +97,7 @@ def random_workload(seed: int) -> Workload:
 
 
 def with_salts(workload: Workload, seed: int) -> Workload:
-    """The same workload with two salts, given to some of its requests at random."""
+    """Return the workload with two salts, given to some of its requests at random."""
     r = random.Random(f"salts of {seed}")
     requests = (replace(one, cache_salt=r.choice([None, "a", "b"])) for one in workload.requests)
     return replace(workload, requests=tuple(requests))

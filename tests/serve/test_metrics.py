@@ -84,6 +84,7 @@ COUNTERS = {
     "vllm:prefix_cache_hits": (),
     "vllm:request_success": ("finished_reason",),
     "minipaged:prefix_cache_evictions": (),
+    "minipaged:prefix_cache_salts": (),
     "minipaged:preemptions": ("mode",),
     "minipaged:blocks_copied": (),
     "minipaged:blocks_passed": (),

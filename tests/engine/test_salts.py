@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -17,16 +17,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minipaged.engine import arrivals
-from minipaged.errors import InvalidRequest
-from minipaged.events import BlockCached, BlocksPromoted, Event, PrefixReused, RequestArrived, SequenceForked
+from minipaged.engine import arrivals, block_manager, commit, floors, sequence
+from minipaged.engine.grouped_prefix_cache import GroupedPrefixCache
+from minipaged.engine.prefix_cache import PrefixCache
+from minipaged.errors import InvalidRequest, Invariant, InvariantViolation
+from minipaged.events import (
+    BlockCached,
+    BlocksLoaded,
+    BlocksPromoted,
+    Event,
+    PrefixReused,
+    RequestArrived,
+    SequenceForked,
+)
 from minipaged.handover.block_hashes import block_hashes, salt_number, salted, token_bytes
 from minipaged.params import BeamSearchParams, SamplingParams
+from minipaged.testing.content_runner import Prefixes
 from minipaged.testing.workloads import with_salts
 from tests.effort import one_case_in, scaled, seeds
+from tests.engine.test_disk_floor import DiskInMemory, disk_run
 from tests.engine.test_floors import TIER as FLOORS
 from tests.engine.test_floors import floored
 from tests.engine.test_partial_hits import ONE, Served
+from tests.handover.oracle import InMemory, connected_run
+from tests.handover.test_engine import cached_workload
 from tests.late_device import LATE, LateRunner
 from tests.workloads import FAST, REFERENCE, WorkloadRun, random_workload, windowed
 
@@ -64,8 +78,9 @@ def test_without_a_salt_names_are_as_they_were(tokens: list[int]) -> None:
 
 
 def test_the_name_of_a_salt_stays_the_same() -> None:
-    """It is part of stored files' names and digests."""
-    assert salt_number("tenant") == 0x9F5F3C4D << 64 or salt_number("tenant") % 2**64 == 0
+    """It is part of the names and digests of stored files."""
+    assert salt_number(None) == 0
+    assert salt_number("tenant") == 0xA4C530B42F6F981D22D3F538590C0EA9 << 64
 
 
 # --- Invalid salts ----------------------------------------------------------------------------------
@@ -192,8 +207,8 @@ class Watched:
     """Follows which salt has published each block, and checks each hit: no block is found with another salt."""
 
     def __init__(self, run: WorkloadRun) -> None:
-        self.found: Counter[bool] = Counter()
-        """Hits of requests with and without a salt."""
+        self.found: Counter[str] = Counter()
+        """Hits of requests with and without a salt, by their kind."""
         self._salts = {name: request.cache_salt for name, request in run.named_requests()}
         self._of: dict[int, str | None] = {}  # sequence -> salt
         self._published: dict[int, str | None] = {}  # block -> salt
@@ -209,8 +224,10 @@ class Watched:
                 self._published[event.block] = self._of[event.sequence]
             case PrefixReused() if event.source == "cache":
                 salt = self._of[event.sequence]
-                self.found[salt is not None] += 1
+                self.found[f"hit {salt and 'salted'}"] += 1
                 assert {self._published[block] for block in event.blocks if block in self._published} <= {salt}
+            case BlocksPromoted() | BlocksLoaded():
+                self.found[f"{event.name} {self._of[event.sequence] and 'salted'}"] += 1
 
 
 def plain(seed: int) -> WorkloadRun:
@@ -234,6 +251,25 @@ def with_a_floor(seed: int) -> WorkloadRun:
     return WorkloadRun(with_salts(workload, seed), LATE if late else REFERENCE, **runner)
 
 
+def handed_over(seed: int) -> WorkloadRun:
+    """On an engine that has what another one has stored for the same requests, whose salts are others."""
+    workload, prefixes = cached_workload(seed), Prefixes()
+    connector = InMemory(workload.config.block_size)
+    run(connected_run(with_salts(workload, -1 - seed), connector, prefixes))
+    return connected_run(with_salts(workload, seed), connector, prefixes)
+
+
+def with_a_disk(seed: int) -> WorkloadRun:
+    """The same with a disk below the host floor."""
+    disk, prefixes = DiskInMemory(floored(seed).config.block_size), Prefixes()
+    made = [disk_run(seed, disk, prefixes, salts=salts) for salts in (-1 - seed, seed)]
+    run(made[0])
+    return made[1]
+
+
+WAYS = (plain, grouped, with_a_floor, handed_over, with_a_disk)
+
+
 def run(made: WorkloadRun) -> Watched:
     watched = Watched(made)
     made.to_the_end()
@@ -244,14 +280,79 @@ def run(made: WorkloadRun) -> Watched:
 
 @one_case_in(2)
 @scaled
-@pytest.mark.parametrize("make", [plain, grouped, with_a_floor])
-@pytest.mark.parametrize("seeds", seeds(200, 40), ids=str)
+@pytest.mark.parametrize("make", WAYS)
+@pytest.mark.parametrize("seeds", seeds(400, 40), ids=str)
 def test_no_hit_crosses_salts_in_random_workloads(make: Callable[[int], WorkloadRun], seeds: range) -> None:
-    found: Counter[bool] = Counter()
+    found: Counter[str] = Counter()
     for seed in seeds:
         try:
             found += run(make(seed)).found
         except Exception as error:
             error.add_note(f"in workload {seed}")
             raise
-    assert all(found[has_salt] for has_salt in (True, False)) or len(seeds) < 20, "too few hits to tell anything"
+    ways = {with_a_floor: ["blocks_promoted"], handed_over: ["blocks_loaded"], with_a_disk: ["blocks_loaded"]}
+    for kind in ["hit None", "hit salted", *(f"{way} salted" for way in ways.get(make, []))]:
+        assert found[kind], found
+
+
+# --- Planted bugs -----------------------------------------------------------------------------------
+
+
+def forget(tokens: Sequence[int]) -> list[int]:
+    """The tokens without the salt, whose number is a multiple of 2^64."""
+    return [token % 2**64 for token in tokens]
+
+
+def everywhere(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sequence, "salted", lambda tokens, salt: tokens)
+
+
+def in_forks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(commit, "SequenceState", lambda *given, salt, **more: sequence.SequenceState(*given, **more))
+
+
+def in_last_blocks(patch: pytest.MonkeyPatch) -> None:
+    right = block_manager.keep
+    patch.setattr(block_manager, "keep", lambda cache, tokens, *rest: right(cache, forget(tokens), *rest))
+
+
+def in_what_is_published(patch: pytest.MonkeyPatch) -> None:
+    for cache in (PrefixCache, GroupedPrefixCache):
+        right: Any = cache.publish
+        wrong = lambda self, tokens, *rest, right=right: right(self, forget(tokens), *rest)  # noqa: E731
+        patch.setattr(cache, "publish", wrong)
+
+
+def in_names_on_floors(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(floors, "token_bytes", lambda tokens: token_bytes(forget(tokens)))
+
+
+def in_the_connector(patch: pytest.MonkeyPatch) -> None:
+    right = InMemory._key
+    patch.setattr(InMemory, "_key", lambda self, tokens, logical: right(self, forget(tokens), logical))
+
+
+def run_all(make: Callable[[int], WorkloadRun]) -> None:
+    for seed in range(300):
+        make(seed).to_the_end()
+
+
+@pytest.mark.parametrize(
+    ("bug", "make"),
+    [
+        *((everywhere, make) for make in WAYS),
+        *((in_what_is_published, make) for make in (plain, grouped)),
+        (in_forks, plain),
+        (in_forks, grouped),
+        (in_last_blocks, plain),
+        (in_names_on_floors, with_a_floor),
+        (in_the_connector, handed_over),
+        (in_the_connector, with_a_disk),
+    ],
+)
+def test_the_content_oracle_finds_a_salt_that_is_forgotten(
+    bug: Callable[[pytest.MonkeyPatch], None], make: Callable[[int], WorkloadRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bug(monkeypatch)
+    with pytest.raises(InvariantViolation, match=f"invariant '{Invariant.CONTENT.value}' broken"):
+        run_all(make)

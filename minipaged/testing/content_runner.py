@@ -2,7 +2,8 @@
 
 Instead of K/V, each slot holds the name of the token prefix that wrote it. Before a row is run, everything that its
 block table leads to is compared with the tokens that the engine believes the sequence to have: the invariant `content`.
-The logits depend only on the prefix found in memory, so a wrong read also shows in the tokens.
+The logits depend only on the prefix found in memory, so a wrong read also shows in the tokens. A prefix begins with the
+salt of its request, if there is one, so a block that is shared between salts is a wrong read, too.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Prefixes:
         self._numbers: dict[tuple[Prefix, int], Prefix] = {}
 
     def root(self, salt: int) -> Prefix:
-        """The empty prefix of a request with this salt, which nothing of another salt continues."""
-        return self.extend(0, -salt) if salt else 0
+        """Return the empty prefix of requests with this salt, which is not 0."""
+        return self.extend(0, -salt)
 
     def extend(self, prefix: Prefix, token: int) -> Prefix:
         return self._numbers.setdefault((prefix, token), len(self._numbers) + 1)
@@ -53,7 +54,6 @@ class GivenRow:
     """A row of a batch, with copies of everything that later steps change."""
 
     sequence: int
-    salt: int
     tokens_before: list[int]
     token_ids: list[int]
     slots: list[list[int]]
@@ -187,6 +187,8 @@ class ContentRunner(MirroredRunner):
         self.vocab_size = vocab_size
         self.swap_is_cheap = swap_is_cheap
         self.prefixes = Prefixes()
+        self._roots: dict[int, Prefix] = {}
+        """The empty prefix of each sequence that has a salt."""
         self.device: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.host: list[list[int | None]] = [[None] * block_size for _ in range(num_swap_blocks)]
         self.prompt_logits: dict[int, list[Any]] = {}
@@ -220,22 +222,21 @@ class ContentRunner(MirroredRunner):
 
     def take(self, batch: Batch) -> list[GivenRow]:
         """Return copies of the rows when a batch is handed over. `batch`: all rows of the step, or the first few."""
-        given, salts = [], self._salts()
+        self._note_salts()
+        given = []
         for row, of in zip(self.mirror.rows, batch, strict=False):
             before = self.mirror.sequences[row.sequence].token_ids(0, row.start)
             slots = self.slots(of.blocks, row.start, row.stop)
             blocks = list(of.blocks)
             wanted = (of.wants_logits, of.num_prompt_logits)
-            given.append(
-                GivenRow(row.sequence, salts.get(row.sequence, 0), before, list(of.token_ids), slots, blocks, *wanted)
-            )
+            given.append(GivenRow(row.sequence, before, list(of.token_ids), slots, blocks, *wanted))
         return given
 
     def compute(self, rows: Sequence[GivenRow]) -> Logits:
         """Run the forward pass. Since `take`, only memory and the tokens being chosen may have changed."""
         tokens = [[*row.tokens_before, *row.token_ids] for row in rows]
         for row, known in zip(rows, tokens, strict=True):  # all writes first, as in a layer of a real model
-            prefix = self.prefixes.root(row.salt)
+            prefix = self._roots.get(row.sequence, 0)
             for token in row.tokens_before:
                 prefix = self.prefixes.extend(prefix, token)
             for token, *slots in zip(known[len(row.tokens_before) :], *row.slots, strict=True):
@@ -244,7 +245,7 @@ class ContentRunner(MirroredRunner):
                     self.device[slot // self.block_size][slot % self.block_size] = self._content(prefix, group)
         logits = []
         for row, known in zip(rows, tokens, strict=True):
-            found = self._read(row, known)
+            found = self._read(row.sequence, row.blocks, known, len(row.tokens_before))
             if row.wants_logits:
                 logits.append(self.model.logits(found, self.vocab_size))
             if row.num_prompt_logits:
@@ -276,32 +277,33 @@ class ContentRunner(MirroredRunner):
         """What a slot holds: the prefix that wrote it, and the group of layers for which it did, as one number."""
         return prefix * len(self.windows) + group
 
-    def _salts(self) -> dict[int, int]:
-        """The salts of the engine's sequences. A step does not have them, because no model needs them."""
-        if self.engine is None:
-            return {}
-        requests = (*self.engine.scheduler.running, *self.engine.scheduler.waiting)
-        return {sequence.sequence_id: sequence.salt for request in requests for sequence in request.sequences}
+    def _note_salts(self) -> None:
+        """Note where the engine's sequences with a salt begin. A step does not have salts: no model needs them."""
+        scheduler = self.engine.scheduler if self.engine else None
+        for request in (*scheduler.running, *scheduler.waiting) if scheduler else ():
+            for sequence in request.sequences:
+                if sequence.salt:
+                    self._roots[sequence.sequence_id] = self.prefixes.root(sequence.salt)
 
-    def _read(self, row: GivenRow, tokens: list[int]) -> list[int]:
+    def _read(self, sequence: int, blocks: Sequence[int], tokens: list[int], start: int) -> list[int]:
         """Return the tokens found in memory. They equal `tokens`, unless `on_wrong_read` let a wrong read pass.
 
-        A group of layers reads what the row's query tokens see. A position that none of them sees is taken from
-        `tokens`.
+        A group of layers reads what the query tokens see, which begin at `start`. A position that none of them sees is
+        taken from `tokens`.
         """
-        read, prefix = list[int](), self.prefixes.root(row.salt)
-        first = [first_seen(window, len(row.tokens_before)) for window in self.windows]
+        read, prefix = list[int](), self._roots.get(sequence, 0)
+        first = [first_seen(window, start) for window in self.windows]
         for position, token in enumerate(tokens):
             prefix = self.prefixes.extend(prefix, token)
             here = [token]
             for group, seen in enumerate(first):
                 if position < seen:
                     continue
-                block = row.blocks[position // self.block_size * len(first) + group]
+                block = blocks[position // self.block_size * len(first) + group]
                 found = None if block == HOLE else self.device[block][position % self.block_size]
                 if found != self._content(prefix, group):
                     there = None if found is None else self.prefixes.tokens(found // len(first))
-                    self.on_wrong_read(WrongRead(row.sequence, position, block, tokens[: position + 1], there))
+                    self.on_wrong_read(WrongRead(sequence, position, block, tokens[: position + 1], there))
                     here = there or []
             read += here
         return read

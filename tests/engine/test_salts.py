@@ -42,7 +42,7 @@ from tests.engine.test_partial_hits import ONE, Served
 from tests.handover.oracle import InMemory, connected_run
 from tests.handover.test_engine import cached_workload
 from tests.late_device import LATE, LateRunner
-from tests.workloads import FAST, REFERENCE, WorkloadRun, random_workload, windowed
+from tests.workloads import FAST, REFERENCE, WorkloadRequest, WorkloadRun, random_workload, windowed
 
 PROMPT = range(1, 14)  # in blocks of 4: three full blocks and a token
 SALTS = (None, "a", "b")
@@ -189,8 +189,31 @@ def test_only_the_same_salt_finds_what_was_evicted_to_the_host(first: str | None
     assert bool(served.of(BlocksPromoted)) == (first == second)
 
 
-def test_only_the_same_salt_is_waited_for_as_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a policy sees of a waiting request (`RequestView.num_cached_tokens`)."""
+def test_admission_counts_only_blocks_of_the_same_salt() -> None:
+    served = Served()
+    for salt in SALTS:
+        served.engine.add_request(list(PROMPT), replace(ONE, max_tokens=8), request_id=str(salt), cache_salt=salt)
+        if salt == "a":
+            served.step(2)  # without a salt and "a" run, and hold their blocks
+    served.engine.add_request(list(PROMPT), ONE, request_id="a again", cache_salt="a")
+    waiting = served.engine.scheduler.waiting
+    needed = {request.request_id: served.engine.blocks.blocks_to_admit(request) for request in waiting}
+    assert needed == {"b": 4, "a again": 1}
+
+
+def test_blocks_are_offered_to_a_connector_once_for_each_salt() -> None:
+    workload, prefixes = cached_workload(0), Prefixes()
+    connector = InMemory(4)
+    asked = tuple(WorkloadRequest(10 * i, tuple(PROMPT), ONE, cache_salt=salt) for i, salt in enumerate(2 * SALTS))
+    config = replace(workload.config, block_size=4, num_blocks=20, max_model_len=40, vocab_size=50)
+    made = connected_run(replace(workload, config=config, requests=asked), connector, prefixes)
+    run(made)
+    assert len(connector.blocks) == 9
+    assert made.engine.stats.blocks_stored == 9
+
+
+def test_a_policy_sees_only_tokens_of_the_same_salt() -> None:
+    """`RequestView.num_cached_tokens` of a waiting request."""
     served = Served()
     served.serve(PROMPT, cache_salt="a")
     for salt in SALTS:

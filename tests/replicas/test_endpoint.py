@@ -255,8 +255,6 @@ def test_what_a_replica_publishes_is_what_its_router_understands(monkeypatch: py
 def test_the_router_of_ray_looks_at_salts(monkeypatch: pytest.MonkeyPatch) -> None:
     from minipaged.replicas.ray_router import RayRouter
 
-    monkeypatch.setattr("ray.serve.request_router.RequestRouter.update_replicas", lambda *_: None)
-    monkeypatch.setattr("ray.serve.request_router.RequestRouter.curr_replicas", {})
     router, seen = RayRouter.__new__(RayRouter), list[Any]()
     router.initialize_state("prefix", 2)
     monkeypatch.setattr(router._router, "choose", lambda tokens, loads: seen.append(list(tokens)) or "a")

@@ -211,6 +211,20 @@ def test_the_salt_is_part_of_the_prefix() -> None:
     assert sent(router, [mine, mine, theirs, theirs, mine, prompt(1), theirs], idle("ab")) == [*"aabbabb"]
 
 
+def test_what_an_engine_publishes_of_a_salted_prompt_is_what_its_router_looks_for() -> None:
+    news, router = CacheNews(), with_replicas(PrefixAware(BLOCK_SIZE), "ab")
+    engine, tokens = small_engine(news), [1, 2, 3, 4, 5, 6, 7, 1, 2]
+    for salt in (None, "mine"):
+        engine.add_request(tokens, SamplingParams(max_tokens=1, ignore_eos=True), cache_salt=salt)
+        while engine.has_unfinished_requests():
+            engine.step()
+    router.told("a", *news.latest())
+    mine, theirs = (salted(tokens, salt_number(salt)) for salt in ("mine", "theirs"))
+    assert router.known("a") == {*block_hashes(tokens, BLOCK_SIZE), *block_hashes(mine, BLOCK_SIZE)}
+    assert sent(router, [mine, tokens, mine], {"a": 1, "b": 0}) == ["a", "a", "a"]
+    assert sent(router, [theirs], {"a": 1, "b": 0}) == ["b"]
+
+
 def test_a_burst_with_one_new_prefix_does_not_scatter() -> None:
     """The first of it is not computed yet, and nothing was told of it."""
     router = prefix_aware(apart=8)

@@ -31,7 +31,7 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple, Protocol, TypeVar, Unpack
 from uuid import uuid4
 
-from minipaged.api.prompts import Prompt
+from minipaged.api.prompts import Prompt, salt_of
 from minipaged.engine.stats import Stats
 from minipaged.errors import EngineDead, InvalidRequest, MinipagedError, QueueFull, ShuttingDown
 from minipaged.events import Listener
@@ -55,6 +55,8 @@ class AsyncRequest(NamedTuple):
     prompt: str | None = None
     """The prompt's text, if it was given as text."""
     priority: int = 0
+    cache_salt: str | None = None
+    """Requests share cached blocks only with requests of the same salt."""
 
 
 class Observer(Protocol):
@@ -204,7 +206,8 @@ class AsyncLLM:
         given = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         length = len(given) if isinstance(given, str) else 0
         tokens, text = await self.tokenizing(length, partial(self.llm.read_prompt, prompt))
-        stream = await self.add([AsyncRequest(request_id or uuid4().hex, tokens, params, text, priority)])
+        asked = AsyncRequest(request_id or uuid4().hex, tokens, params, text, priority, salt_of(prompt))
+        stream = await self.add([asked])
         try:
             async for update in stream:
                 yield update
@@ -352,6 +355,7 @@ class AsyncLLM:
                     request_id=one.request_id,
                     prompt=one.prompt,
                     priority=one.priority,
+                    cache_salt=one.cache_salt,
                 )
                 added.append(one)
         except Exception as refused:  # any error concerns only these requests

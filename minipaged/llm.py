@@ -21,7 +21,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from minipaged import tiers
-from minipaged.api.prompts import Prompt, as_list, read_prompt
+from minipaged.api.prompts import Prompt, as_list, read_prompt, salt_of
 from minipaged.api.vllm_arguments import (
     BEAM_SEARCH_ARGUMENTS,
     CHAT_ARGUMENTS,
@@ -316,7 +316,9 @@ class LLM:
         try:
             for place, (prompt, params, priority) in enumerate(requests):
                 ids, text = self.read_prompt(prompt)
-                name = self.engine.add_request(ids, params, prompt=text, output_kind=kind, priority=priority)
+                name = self.engine.add_request(
+                    ids, params, prompt=text, output_kind=kind, priority=priority, cache_salt=salt_of(prompt)
+                )
                 places[name] = place
             with interrupt_between_steps() as interrupted, self._progress_bar(len(requests), use_tqdm):
                 while unfinished:

@@ -61,9 +61,9 @@ class BlockManager(block_manager.BlockManager):
         sequence = request.sequences[0]
         if not self.prefix_cache or sequence.num_computed or not request.reads_prefix_cache:
             return
-        held = self.prefix_cache.match(sequence.tokens).num_tokens // self.block_size
+        held = self.prefix_cache.match(sequence.key_tokens).num_tokens // self.block_size
         pages = []
-        for block_hash in block_hashes(sequence.tokens[:-1], self.block_size)[held:]:  # one token has to run
+        for block_hash in block_hashes(sequence.key_tokens[:-1], self.block_size)[held:]:  # one token has to run
             if (page := self.floor.find(block_hash)) is None:
                 break
             pages.append(page)

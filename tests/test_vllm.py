@@ -347,6 +347,21 @@ def test_a_prompt_may_be_written_in_every_way(llm: LLM) -> None:
     assert [output.prompt for output in alone] == texts
 
 
+def test_a_prompt_may_have_a_salt(llm: LLM) -> None:
+    """Its tokens are those without one."""
+    prompt = "a prompt with a salt"
+    prompts = [TextPrompt(prompt=prompt, cache_salt=salt) for salt in ("mine", "theirs", "mine")]
+    outputs = [llm.generate(each, GREEDY)[0] for each in prompts]
+    assert first_tokens(outputs) == first_tokens(llm.generate([prompt] * 3, GREEDY))
+    assert [bool(output.num_cached_tokens) for output in outputs] == [False, False, True]
+    ids = outputs[0].prompt_token_ids
+    [again] = llm.generate(TokensPrompt(prompt_token_ids=ids, cache_salt="theirs"), GREEDY)
+    assert again.num_cached_tokens == outputs[2].num_cached_tokens
+    for salt in ("", 3, "\ud800"):
+        with pytest.raises(InvalidRequest, match=r"^cache_salt "):
+            llm.generate({"prompt": prompt, "cache_salt": salt}, GREEDY)  # type: ignore[typeddict-item]
+
+
 def test_one_priority_is_for_all(loaded: LoadedModel) -> None:
     llm = LLM(loaded, num_blocks=64, scheduling_policy="priority")
     assert len(llm.generate(["a", "b"], GREEDY, priority=3)) == 2

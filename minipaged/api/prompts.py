@@ -11,16 +11,19 @@ from minipaged.errors import InvalidRequest
 
 
 class TextPrompt(TypedDict):
-    """A prompt as text."""
+    """A prompt as text, and perhaps a salt: requests share cached blocks only with requests of the same salt."""
 
     prompt: str
+    cache_salt: NotRequired[str]
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as token ids. If its text is given too, the model runs the ids, and the output repeats the text."""
+    """A prompt as token ids. If its text is given too, the model runs the ids, and the output repeats the text.
+    `cache_salt` is that of a `TextPrompt`."""
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
@@ -41,9 +44,11 @@ def read_prompt(prompt: Prompt, encode: Callable[[str], Sequence[int]]) -> tuple
     text: Any = None
     ids: Any = prompt
     if isinstance(prompt, Mapping):
-        own = ("prompt", "prompt_token_ids")
+        own = ("prompt", "prompt_token_ids", "cache_salt")
         if unknown := [key for key in prompt if key not in (*own, *PROMPT_KEYS)]:
-            raise InvalidRequest(f'a prompt has a "prompt" or "prompt_token_ids", but no {unknown[0]!r}')
+            raise InvalidRequest(
+                f'a prompt has a "prompt" or "prompt_token_ids", and perhaps a "cache_salt", but no {unknown[0]!r}'
+            )
         given = take_own("a prompt", prompt, PROMPT_KEYS, own)
         text, ids = given.get("prompt"), given.get("prompt_token_ids")
         if text is None and ids is None:
@@ -59,3 +64,8 @@ def read_prompt(prompt: Prompt, encode: Callable[[str], Sequence[int]]) -> tuple
     if isinstance(ids, bytes | Mapping) or not hasattr(ids, "__len__"):
         raise InvalidRequest(f"a prompt is a text or a list of token ids, not {type(ids).__name__}: {ids!r}")
     return ids, text
+
+
+def salt_of(prompt: Prompt) -> str | None:
+    """The salt of a prompt, which the engine will check; None without one."""
+    return prompt.get("cache_salt") if isinstance(prompt, Mapping) else None

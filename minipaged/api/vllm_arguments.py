@@ -144,9 +144,6 @@ PROMPT_KEYS: dict[str, NotHere] = {
     "prompt_is_token_ids": NotHere("a prompt is tokens, all of it; leave it out"),
     "token_type_ids": NotHere("models here have one type of token; leave it out"),
     "prompt_token_offsets": NotHere("nothing here reads them; leave it out"),
-    "cache_salt": NotHere(
-        "equal prefixes share their blocks, whoever sent them; for privacy set enable_prefix_caching=False"
-    ),
     "encoder_prompt": NotHere("models here have only a decoder; give prompt or prompt_token_ids"),
     "decoder_prompt": NotHere("models here have only a decoder; give prompt or prompt_token_ids"),
 }

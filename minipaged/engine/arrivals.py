@@ -19,7 +19,9 @@ from minipaged.engine.memory import AllocStatus, Memory
 from minipaged.engine.policies import looks_at_priority
 from minipaged.engine.scheduler import Scheduler
 from minipaged.engine.sequence import Request, SequenceState
+from minipaged.engine.stats import Stats
 from minipaged.errors import InvalidRequest
+from minipaged.handover.block_hashes import salt_number
 from minipaged.params import (
     BeamSearchParams,
     EngineConfig,
@@ -31,9 +33,14 @@ from minipaged.params import (
 from minipaged.scheduling import Policy
 from minipaged.steps import Sampling
 
+MOST_SALT = 1024
+"""The longest salt, in characters."""
+MOST_SALTS = 1 << 16
+"""The number of salts that are remembered, to count different ones. Some 100 bytes each."""
+
 
 class Arrivals:
-    """Makes the requests of one engine."""
+    """Makes the requests of one engine, and counts their salts in `stats`."""
 
     def __init__(
         self,
@@ -45,6 +52,7 @@ class Arrivals:
         decode: Decode | None,
         encode: Encode | None,
         clock: Callable[[], float],
+        stats: Stats,
     ) -> None:
         self._config = config
         self._beam_search = beam_search
@@ -56,6 +64,8 @@ class Arrivals:
         self._encode = encode
         self._clock = clock
         self._random = random.Random(config.seed)
+        self._stats = stats
+        self._salts: set[int] = set()
 
     def make(
         self,
@@ -66,6 +76,7 @@ class Arrivals:
         prompt: str | None,
         output_kind: RequestOutputKind,
         priority: int,
+        cache_salt: str | None,
     ) -> Request:
         """Make a request. Raises InvalidRequest if it could never be served."""
         if isinstance(params, SamplingParams):
@@ -73,8 +84,11 @@ class Arrivals:
         check_prompt(prompt_token_ids, self._config)
         check_params(params, output_kind, self._config, has_tokenizer=self._decode is not None)
         check_priority(priority, self._scheduler.policy)
+        check_salt(cache_salt)
         tokens = tuple(map(int, prompt_token_ids))  # NumPy's integers, for example, are not JSON
         room = self._config.max_model_len - len(tokens)
+        salt = salt_number(cache_salt)
+        first = SequenceState(next(self._sequence_ids), list(tokens), [], self._blocks.new_table(), salt=salt)
         request = Request(
             request_id=request_id,
             order=order,
@@ -86,7 +100,7 @@ class Arrivals:
             max_output_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             reads_along=output_kind is RequestOutputKind.DELTA,
             priority=int(priority),
-            sequences=[SequenceState(next(self._sequence_ids), list(tokens), [], self._blocks.new_table())],
+            sequences=[first],
             decode=self._decode,
         )
         if params.max_tokens is None:
@@ -100,6 +114,9 @@ class Arrivals:
         self._scheduler.asked.check_fits(request)
         if request.sampling and request.sampling.params.seed is None:  # drawn last: a refused request uses none up
             request.sampling = request.sampling._replace(seed=self._random.getrandbits(64))
+        if salt and len(self._salts) < MOST_SALTS:
+            self._salts.add(hash(salt))
+            self._stats.prefix_cache_salts = len(self._salts)
         return request
 
     def _prepare_samples(self, request: Request, params: SamplingParams) -> None:
@@ -216,6 +233,30 @@ def check_priority(priority: int, policy: Policy) -> None:
             f"priority is {priority}, and this engine's policy, {type(policy).__name__}, does not look at it: leave it "
             "out, or start the engine with scheduling_policy='priority' (--scheduling-policy priority)"
         )
+
+
+def check_salt(salt: object) -> None:
+    """Raise InvalidRequest unless `salt` is None or a text of 1 to MOST_SALT characters that UTF-8 can write."""
+    if salt is None:
+        return
+    shared = "requests share cached blocks only with those of the same salt"
+    if not isinstance(salt, str):
+        raise InvalidRequest(
+            f"cache_salt is of type {type(salt).__name__}; {shared}, so give a text, or leave it out to share with all "
+            "requests without one"
+        )
+    if not 1 <= len(salt) <= MOST_SALT:
+        raise InvalidRequest(
+            f"cache_salt has {len(salt):,} characters, and 1 to {MOST_SALT:,} are taken; {shared}: give each client a "
+            "text of its own, such as 32 random letters, or leave it out to share with all requests without one"
+        )
+    try:
+        salt.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"cache_salt has half of a character at place {error.start} ({salt[error.start]!r}), which UTF-8 cannot "
+            "write; leave it out, or give both halves"
+        ) from None
 
 
 def most_that_fits(request: Request, num_blocks: int, blocks: Memory) -> int:

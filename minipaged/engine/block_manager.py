@@ -96,7 +96,7 @@ class BlockManager(Memory):
             return needed + self.blocks_needed([(s, s.num_remaining) for s in request.sequences])
         needed = self._blocks_for_all(request)
         if self.prefix_cache and request.reads_prefix_cache:
-            cached = beginning_of(self.prefix_cache, request.sequences[0].tokens, within_block=False).blocks
+            cached = beginning_of(self.prefix_cache, request.sequences[0].key_tokens, within_block=False).blocks
             # A cached block that only the cache holds counts as available.
             needed -= sum(not self.prefix_cache.is_evictable(block) for block in cached)
         return needed
@@ -135,7 +135,7 @@ class BlockManager(Memory):
         found = Beginning([], 0)
         if self.prefix_cache and request.reads_prefix_cache:
             within_block &= len(request.sequences) == 1  # it is being admitted: the copy is made in this step
-            found = beginning_of(self.prefix_cache, sequence.tokens, self.num_spare, within_block=within_block)
+            found = beginning_of(self.prefix_cache, sequence.key_tokens, self.num_spare, within_block=within_block)
         for sibling in request.sequences:
             if sibling is sequence:
                 break
@@ -197,7 +197,7 @@ class BlockManager(Memory):
         num_full = num_tokens // self.block_size
         if not self.prefix_cache or num_full == sequence.num_published:
             return
-        tokens = sequence.tokens[: num_full * self.block_size]
+        tokens = sequence.key_tokens[: num_full * self.block_size]
         published = self.prefix_cache.publish(tokens, sequence.table, sequence.num_published)
         for logical, own, cached in published:
             if own == cached:
@@ -208,7 +208,7 @@ class BlockManager(Memory):
         sequence.num_published = num_full
 
     def keep_last(self, sequence: SequenceState) -> None:
-        if self.prefix_cache and (entry := keep(self.prefix_cache, sequence.tokens, sequence.table, self.allocator)):
+        if (cache := self.prefix_cache) and (entry := keep(cache, sequence.key_tokens, sequence.table, self.allocator)):
             self._tell_cached(sequence, len(sequence.tokens) // self.block_size, entry.block, len(entry.tokens))
 
     def _tell_cached(self, sequence: SequenceState, logical: int, block: int, num_tokens: int) -> None:

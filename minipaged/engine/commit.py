@@ -239,6 +239,7 @@ class Committer:
                     list(parent.output_token_ids),
                     self._blocks.new_table(),
                     lane=parent.lane,
+                    salt=parent.salt,
                     cumulative_logprob=parent.cumulative_logprob,
                     logprobs=None if parent.logprobs is None else list(parent.logprobs),
                     detokenizer=parent.detokenizer.fork() if parent.detokenizer else None,

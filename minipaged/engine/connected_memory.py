@@ -80,9 +80,10 @@ class ConnectedBlockManager(LoadingBlockManager):
         sequence = request.sequences[0]
         if self.prefix_cache is None or sequence.num_computed or not request.reads_prefix_cache:
             return
-        held = self.prefix_cache.match(sequence.tokens).num_tokens // self.block_size
-        most = (len(sequence.tokens) - 1) // self.block_size  # one token has to run
-        found = self._connector.load(sequence.tokens, held, most)
+        tokens = sequence.key_tokens
+        held = self.prefix_cache.match(tokens).num_tokens // self.block_size
+        most = (len(tokens) - 1) // self.block_size  # one token has to run
+        found = self._connector.load(tokens, held, most)
         whole = self._whole(found)
         self.begin(request, sequence, within_block=not whole)
         self._store(sequence, 0, held)  # stored before, but perhaps lost since
@@ -105,9 +106,10 @@ class ConnectedBlockManager(LoadingBlockManager):
         """
         num_prompt_tokens = len(sequence.tokens) - len(sequence.output_token_ids)
         stop = min(stop, num_prompt_tokens // self.block_size)
-        if lacking := self._connector.lacking(sequence.tokens, start, stop):
+        tokens = sequence.key_tokens
+        if lacking := self._connector.lacking(tokens, start, stop):
             blocks = self._read_blocks([sequence.table.blocks[logical] for logical in lacking])
-            stored = self._connector.store(sequence.tokens, dict(zip(lacking, blocks, strict=True)))
+            stored = self._connector.store(tokens, dict(zip(lacking, blocks, strict=True)))
             if stored:
                 there = tuple(sequence.table.blocks[logical] for logical in stored)
                 self._emit(BlocksStored(sequence.sequence_id, there))

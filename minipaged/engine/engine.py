@@ -96,7 +96,7 @@ class Engine:
         self.scheduler = Scheduler(config, self.blocks, runner, self._emit, policy, writers)
         sequence_ids = count()
         self._arrivals = Arrivals(
-            config, tier.beam_search, self.scheduler, self.blocks, sequence_ids, decode, encode, clock
+            config, tier.beam_search, self.scheduler, self.blocks, sequence_ids, decode, encode, clock, self.stats
         )
         self._launcher = Launcher(config, self.scheduler, self.blocks, writers, runner, self._emit, clock)
         self._committer = Committer(
@@ -136,11 +136,12 @@ class Engine:
         prompt: str | None = None,
         output_kind: RequestOutputKind = RequestOutputKind.DELTA,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> str:
         """Queue a request; returns its id. Raises InvalidRequest if it could never be served.
 
         `prompt`: the text of the prompt's tokens, for the output. `output_kind`: when updates of it are returned.
-        `priority`: requests with a smaller one come first; 0 unless the policy looks at it.
+        `priority`: the smaller, the earlier; 0 unless the policy looks at it. `cache_salt`: equal ones share blocks.
         """
         order = next(self._orders)
         if request_id is None:
@@ -148,7 +149,9 @@ class Engine:
         try:
             if request_id in self._requests:
                 raise InvalidRequest(f"request id {request_id!r} is in use; wait for that request or choose another id")
-            request = self._arrivals.make(request_id, order, prompt_token_ids, params, prompt, output_kind, priority)
+            request = self._arrivals.make(
+                request_id, order, prompt_token_ids, params, prompt, output_kind, priority, cache_salt
+            )
         except InvalidRequest as error:
             self._emit(RequestRefused(request_id, str(error)))
             self._emit.deliver()

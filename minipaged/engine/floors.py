@@ -55,7 +55,6 @@ with the number of blocks, so this is one answer for a machine.
 from __future__ import annotations
 
 import sys
-from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -76,6 +75,7 @@ from minipaged.engine.sequence import Request
 from minipaged.engine.step_writer import StepWriters
 from minipaged.errors import InvalidRequest
 from minipaged.events import BlockDemoted, BlocksLoaded, BlocksPromoted, Emit, HostBlockDropped
+from minipaged.handover.block_hashes import token_bytes
 from minipaged.handover.kv_connector import KVConnector
 from minipaged.params import EngineConfig
 from minipaged.scheduling import Costs
@@ -111,7 +111,7 @@ class BlockName:
 def name_of(parent: BlockName | None, tokens: Sequence[int]) -> BlockName:
     """The name of the block with these tokens after its parent."""
     before = parent.digest if parent else b""
-    digest = blake2b(before + array("q", tokens).tobytes(), digest_size=DIGEST_BYTES).digest()
+    digest = blake2b(before + token_bytes(tokens), digest_size=DIGEST_BYTES).digest()
     return BlockName(digest, tuple(tokens), parent, parent.logical + 1 if parent else 0)
 
 
@@ -354,16 +354,17 @@ class FlooredBlockManager(LoadingBlockManager):
             self._decide(costs)
         if not self._pays or sequence.num_computed or not request.reads_prefix_cache:
             return
-        held = self.prefix_cache.match(sequence.tokens).num_tokens // self.block_size
-        most = (len(sequence.tokens) - 1) // self.block_size  # one token has to run
-        names = [*names_of(sequence.tokens, self.block_size, most)]
+        tokens = sequence.key_tokens
+        held = self.prefix_cache.match(tokens).num_tokens // self.block_size
+        most = (len(tokens) - 1) // self.block_size  # one token has to run
+        names = [*names_of(tokens, self.block_size, most)]
         runs: list[tuple[list[int], list[bytes]]] = []  # what comes next: host blocks, and then contents from the disk
         num_blocks = 0
         while True:
             kept = self.floor.match(names[held + num_blocks :])
             start = held + num_blocks + len(kept)
             # A sequence that starts over, preempted or not, computes: what it loaded may have made its step fail.
-            stored = [] if sequence.most_computed else self._stored(sequence.tokens, names, start)
+            stored = [] if sequence.most_computed else self._stored(tokens, names, start)
             if not kept and not stored:
                 break
             runs.append((kept, stored))

@@ -134,7 +134,7 @@ class GroupedBlockManager(BlockManager):
         if self._nodes is None or not request.reads_prefix_cache or len(request.sequences) > 1:
             return []
         sequence = request.sequences[0]
-        return self._nodes.match(sequence.tokens, _table(sequence).found)
+        return self._nodes.match(sequence.key_tokens, _table(sequence).found)
 
     # --- Growing ----------------------------------------------------------------------------------
 

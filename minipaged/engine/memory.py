@@ -136,7 +136,7 @@ class Memory(ABC):
         if not self.prefix_cache or not request.reads_prefix_cache or request.state is not RequestState.WAITING:
             return 0
         first = request.sequences[0]
-        self.prefix_cache.look_up(first.tokens, first.found)
+        self.prefix_cache.look_up(first.key_tokens, first.found)
         return len(first.found) * self.prefix_cache.block_size
 
     @abstractmethod

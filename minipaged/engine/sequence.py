@@ -20,6 +20,7 @@ from minipaged.engine.cached_blocks import CachedBlock
 from minipaged.engine.detokenizer import Decode, Detokenizer
 from minipaged.engine.grouped_table import GroupedTable
 from minipaged.events import HOLE
+from minipaged.handover.block_hashes import salted
 from minipaged.params import BeamSearchParams, SamplingParams
 from minipaged.steps import Sampling
 
@@ -54,6 +55,8 @@ class SequenceState:
     """The number of this sample among the request's n samples."""
     lane: int = 0
     """The lane of its request."""
+    salt: int = 0
+    """The number of its request's salt; 0 without one (`block_hashes.salt_number`)."""
     cumulative_logprob: float = 0.0
     logprobs: list[dict[int, float]] | None = None
     """Log-probabilities reported for each output token; None unless the request wants them."""
@@ -74,6 +77,11 @@ class SequenceState:
     """The text so far. It is made only when the sequence ends if no update and no stop string needs it earlier."""
     num_reported: int = 0
     """The number of output tokens that updates of the request have included."""
+
+    @property
+    def key_tokens(self) -> Sequence[int]:
+        """The tokens by which its blocks are named, here and elsewhere: `tokens`, with the salt in the first one."""
+        return salted(self.tokens, self.salt) if self.salt else self.tokens
 
     @property
     def entries(self) -> Sequence[int]:

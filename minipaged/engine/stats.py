@@ -86,6 +86,8 @@ class Stats:
     prefix_cache_hit_tokens: int = 0
     """Tokens that the prefix cache had when they were looked up."""
     prefix_cache_evictions: int = 0
+    prefix_cache_salts: int = 0
+    """Different salts of requests so far (`arrivals.MOST_SALTS` at most). Only the engine itself counts them."""
     blocks_stored: int = 0
     """Blocks stored for other engines by a KV connector, and blocks that left the host floor and are on the disk."""
     blocks_loaded: int = 0

@@ -44,8 +44,9 @@ class Handshake:
 class KVConnector(Protocol):
     """A place where engines leave full blocks for other engines, and find those of others.
 
-    `token_ids` are a sequence's tokens from its beginning; its *logical* blocks are numbered from 0. A block's content
-    is bytes, those of `Runner.read_blocks`.
+    `token_ids` are a sequence's tokens from its beginning; its *logical* blocks are numbered from 0. If its request has
+    a salt, the first token has it (`block_hashes.salted`), so a request finds only blocks of its own salt. A block's
+    content is bytes, those of `Runner.read_blocks`.
     """
 
     def check(self, handshake: Handshake) -> None:

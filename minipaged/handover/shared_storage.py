@@ -20,7 +20,6 @@ import os
 import sys
 import tempfile
 import time
-from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from errno import EDQUOT, ENOSPC
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import Literal
 
 from minipaged.errors import InvalidRequest
-from minipaged.handover.block_hashes import NO_HASH, hash_blocks
+from minipaged.handover.block_hashes import NO_HASH, hash_blocks, token_bytes
 from minipaged.handover.kv_connector import Handshake
 
 Role = Literal["kv_producer", "kv_consumer", "kv_both"]
@@ -195,9 +194,9 @@ class SharedStorageConnector:
         """For each of these blocks, the digest of the handshake and all tokens up to its end. The block comes next."""
         size = self._block_size
         digest = blake2b(self._seal, digest_size=DIGEST_BYTES)
-        digest.update(array("q", token_ids[: start * size]))
+        digest.update(token_bytes(token_ids[: start * size]))
         for logical in range(start, stop):
-            digest.update(array("q", token_ids[logical * size : (logical + 1) * size]))
+            digest.update(token_bytes(token_ids[logical * size : (logical + 1) * size]))
             yield digest.copy()
 
     def _read_block(self, path: Path, digest: blake2b) -> bytes | None:

@@ -10,6 +10,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from minipaged.errors import NoReplica
+from minipaged.handover.block_hashes import salt_number, salted
 from minipaged.replicas.routing import LeastLoaded, PrefixAware, RoundRobin
 from minipaged.replicas.settings import Routing
 
@@ -57,7 +58,7 @@ class RayRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         if pending_request is not None and pending_request.metadata.call_method == "generate":
             name = pending_request.metadata.internal_request_id
             asked, _, avoid = pending_request.args
-            tokens = asked[0].prompt_token_ids
+            tokens = salted(asked[0].prompt_token_ids, salt_number(asked[0].cache_salt))
         counted = self._loads()
         loads = {one: counted[one] for one in there}
         try:

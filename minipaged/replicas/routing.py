@@ -47,7 +47,8 @@ class Router(Protocol):
 
     def choose(self, token_ids: Sequence[int], loads: Mapping[str, int]) -> str:
         """Return the id of the replica to send a request to. The caller must send it there, because the router counts
-        on it. `loads`: replica id -> its number of unfinished requests. Only replicas in `loads` that were added and
+        on it. `token_ids`: the prompt, with the request's salt (`block_hashes.salted`), which is part of the prefix.
+        `loads`: replica id -> its number of unfinished requests. Only replicas in `loads` that were added and
         not removed can be chosen. Raises NoReplica if there is none."""
 
     def added(self, replica: str) -> None:

@@ -151,7 +151,9 @@ class Answer(ABC):
     def asked(self) -> list[AsyncRequest]:
         """Return the requests for the engine, one per prompt."""
         return [
-            AsyncRequest(request_id, prompt.token_ids, params, prompt.text, self.body.priority or 0)
+            AsyncRequest(
+                request_id, prompt.token_ids, params, prompt.text, self.body.priority or 0, self.body.cache_salt
+            )
             for request_id, prompt, params in zip(self.request_ids, self.prompts, self.params, strict=True)
         ]
 

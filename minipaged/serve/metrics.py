@@ -347,6 +347,7 @@ class Metrics:
         )
         yield counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", stats.prefix_cache_hit_tokens)
         yield counter("minipaged:prefix_cache_evictions", "Cached blocks given up.", stats.prefix_cache_evictions)
+        yield counter("minipaged:prefix_cache_salts", "Different salts, up to 65,536.", stats.prefix_cache_salts)
         yield counter("minipaged:preemptions", "Preemptions by mode.", preemptions, "mode")
         yield counter("minipaged:blocks_copied", "Blocks copied on write.", stats.blocks_copied)
         yield counter("minipaged:blocks_passed", "Blocks given back because windows passed them.", stats.blocks_passed)

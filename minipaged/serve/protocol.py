@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from minipaged.api.vllm_arguments import CHAT_ARGUMENTS, SAMPLING_ARGUMENTS
+from minipaged.engine.arrivals import MOST_SALT
 from minipaged.errors import InvalidRequest
 from minipaged.models.tokenizer import with_plain_content
 from minipaged.params import BeamSearchParams, SamplingParams
@@ -78,7 +79,6 @@ REFUSED = {
     "kv_transfer_params": "the server finds blocks by their tokens (--kv-connector); leave it out",
     "logits_processors": "a processor is a program; use logit_bias or bad_words instead",
     "suffix": "minipaged does not fill in the middle; leave it out",
-    "cache_salt": "equal prefixes of all clients share their blocks; --no-prefix-caching keeps them apart",
     "prompt_embeds": "minipaged takes prompts as text or token ids",
     "stream_interval": "each step's tokens are sent at once; leave it out",
     "return_prompt_text": "the text is not sent back; /tokenize with these messages, and /detokenize, give it",
@@ -168,6 +168,8 @@ class SamplingBody(_Body):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     priority: Whole | None = 0
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MOST_SALT)] | None = None
+    """Requests share cached blocks only with requests of the same salt."""
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False

@@ -2,7 +2,8 @@
 
 Instead of K/V, each slot holds the name of the token prefix that wrote it. Before a row is run, everything that its
 block table leads to is compared with the tokens that the engine believes the sequence to have: the invariant `content`.
-The logits depend only on the prefix found in memory, so a wrong read also shows in the tokens.
+The logits depend only on the prefix found in memory, so a wrong read also shows in the tokens. A prefix begins with the
+salt of its request, if there is one, so a block that is shared between salts is a wrong read, too.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ class Prefixes:
     def __init__(self) -> None:
         self._numbers: dict[tuple[Prefix, int], Prefix] = {}
 
+    def root(self, salt: int) -> Prefix:
+        """Return the empty prefix of requests with this salt, which is not 0."""
+        return self.extend(0, -salt)
+
     def extend(self, prefix: Prefix, token: int) -> Prefix:
         return self._numbers.setdefault((prefix, token), len(self._numbers) + 1)
 
@@ -41,7 +46,7 @@ class Prefixes:
         while prefix:
             prefix, token = steps[prefix - 1]
             tokens.append(token)
-        return tokens[::-1]
+        return [token for token in reversed(tokens) if token >= 0]  # a salt is no token
 
 
 @dataclass(frozen=True)
@@ -182,6 +187,8 @@ class ContentRunner(MirroredRunner):
         self.vocab_size = vocab_size
         self.swap_is_cheap = swap_is_cheap
         self.prefixes = Prefixes()
+        self._roots: dict[int, Prefix] = {}
+        """The empty prefix of each sequence that has a salt."""
         self.device: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.host: list[list[int | None]] = [[None] * block_size for _ in range(num_swap_blocks)]
         self.prompt_logits: dict[int, list[Any]] = {}
@@ -215,6 +222,7 @@ class ContentRunner(MirroredRunner):
 
     def take(self, batch: Batch) -> list[GivenRow]:
         """Return copies of the rows when a batch is handed over. `batch`: all rows of the step, or the first few."""
+        self._note_salts()
         given = []
         for row, of in zip(self.mirror.rows, batch, strict=False):
             before = self.mirror.sequences[row.sequence].token_ids(0, row.start)
@@ -228,7 +236,7 @@ class ContentRunner(MirroredRunner):
         """Run the forward pass. Since `take`, only memory and the tokens being chosen may have changed."""
         tokens = [[*row.tokens_before, *row.token_ids] for row in rows]
         for row, known in zip(rows, tokens, strict=True):  # all writes first, as in a layer of a real model
-            prefix = 0
+            prefix = self._roots.get(row.sequence, 0)
             for token in row.tokens_before:
                 prefix = self.prefixes.extend(prefix, token)
             for token, *slots in zip(known[len(row.tokens_before) :], *row.slots, strict=True):
@@ -269,13 +277,21 @@ class ContentRunner(MirroredRunner):
         """What a slot holds: the prefix that wrote it, and the group of layers for which it did, as one number."""
         return prefix * len(self.windows) + group
 
+    def _note_salts(self) -> None:
+        """Note where the engine's sequences with a salt begin. A step does not have salts: no model needs them."""
+        scheduler = self.engine.scheduler if self.engine else None
+        for request in (*scheduler.running, *scheduler.waiting) if scheduler else ():
+            for sequence in request.sequences:
+                if sequence.salt:
+                    self._roots[sequence.sequence_id] = self.prefixes.root(sequence.salt)
+
     def _read(self, sequence: int, blocks: Sequence[int], tokens: list[int], start: int) -> list[int]:
         """Return the tokens found in memory. They equal `tokens`, unless `on_wrong_read` let a wrong read pass.
 
         A group of layers reads what the query tokens see, which begin at `start`. A position that none of them sees is
         taken from `tokens`.
         """
-        read, prefix = list[int](), 0
+        read, prefix = list[int](), self._roots.get(sequence, 0)
         first = [first_seen(window, start) for window in self.windows]
         for position, token in enumerate(tokens):
             prefix = self.prefixes.extend(prefix, token)

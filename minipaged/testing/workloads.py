@@ -60,6 +60,7 @@ class WorkloadRequest:
     cancelled: int | None = None
     """The step before which it is cancelled."""
     priority: int = 0
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,13 @@ def random_workload(seed: int) -> Workload:
     swap_is_cheap = r.random() < 0.5
     requests += _next_turns(random.Random(f"turns of {seed}"), requests, config)
     return Workload(config, tuple(replace(one, priority=r.randint(-2, 2)) for one in requests), swap_is_cheap)
+
+
+def with_salts(workload: Workload, seed: int) -> Workload:
+    """Return the workload with two salts, given to some of its requests at random."""
+    r = random.Random(f"salts of {seed}")
+    requests = (replace(one, cache_salt=r.choice([None, "a", "b"])) for one in workload.requests)
+    return replace(workload, requests=tuple(requests))
 
 
 def _ask_for_more(r: random.Random, requests: list[WorkloadRequest], vocab_size: int) -> None:
@@ -251,6 +259,7 @@ class WorkloadRun:
                         request_id=name,
                         output_kind=list(RequestOutputKind)[len(request.prompt) % 2],
                         priority=request.priority if looks_at_priority(self.engine.scheduler.policy) else 0,
+                        cache_salt=request.cache_salt,
                     )
                 except InvalidRequest:
                     self.refused.add(name)

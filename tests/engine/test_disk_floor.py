@@ -31,6 +31,7 @@ from minipaged.params import EngineConfig
 from minipaged.setup.settings import Settings
 from minipaged.steps import BlockMoves
 from minipaged.testing.content_runner import Prefixes
+from minipaged.testing.workloads import with_salts
 from tests.effort import one_case_in, scaled, seeds, thorough
 from tests.engine.test_floors import floored
 from tests.handover.oracle import HandsOver, InMemory, LateHandsOver
@@ -70,10 +71,11 @@ def disk_run(
     prefixes: Prefixes | None = None,
     make_runner: type[HandsOver] | None = None,
     late: bool = True,
+    salts: int | None = None,
 ) -> WorkloadRun:
     """The workload of this seed, with few host blocks and this disk below them. `prefixes`: common to all engines that
-    share the disk."""
-    workload = floored(seed)
+    share the disk. `salts`: the seed of the requests' salts."""
+    workload = floored(seed) if salts is None else with_salts(floored(seed), salts)
     config = replace(workload.config, kv_cache_tiers=("host", "disk"), num_swap_blocks=1 + seed % 4)
     if config.preemption == "swap":
         config = replace(config, preemption="auto")

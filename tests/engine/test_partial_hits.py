@@ -29,7 +29,7 @@ from minipaged.events import (
     RequestPreempted,
     StepScheduled,
 )
-from minipaged.params import EngineConfig, SamplingParams
+from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
 from minipaged.replay.state import State
 from minipaged.replay.teller import explain
 from minipaged.steps import BlockMoves
@@ -53,15 +53,15 @@ class Served:
         self.engine = self.run.engine
         self.outputs: dict[str, Any] = {}
 
-    def add(self, prompt: Prompt, params: SamplingParams = ONE) -> str:
-        return self.engine.add_request(list(prompt), params, request_id=str(len(self.events)))
+    def add(self, prompt: Prompt, params: SamplingParams | BeamSearchParams = ONE, cache_salt: Any = None) -> str:
+        return self.engine.add_request(list(prompt), params, request_id=str(len(self.events)), cache_salt=cache_salt)
 
     def step(self, steps: int = 1) -> None:
         for _ in range(steps):
             self.outputs |= {update.request_id: update.output for update in self.engine.step() if update.output}
 
-    def serve(self, prompt: Prompt, params: SamplingParams = ONE) -> Any:
-        name = self.add(prompt, params)
+    def serve(self, prompt: Prompt, params: SamplingParams | BeamSearchParams = ONE, cache_salt: Any = None) -> Any:
+        name = self.add(prompt, params, cache_salt)
         while self.engine.has_unfinished_requests():
             self.step()
         self.run.check_nothing_leaked()

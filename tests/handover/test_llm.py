@@ -77,6 +77,18 @@ def tokens(outputs: Sequence[RequestOutput]) -> list[Any]:
     return [[each.token_ids for each in output.outputs] for output in outputs]
 
 
+def test_another_engine_finds_a_salted_prompt_with_its_salt_only(model: LoadedModel, tmp_path: Path) -> None:
+    [prompt] = prompts_of(1, 1)
+    most = (len(prompt) - 1) // 4 * 4
+    prefilled(model, tmp_path, [{"prompt_token_ids": prompt, "cache_salt": "mine"}])
+    for salt, found in ((None, 0), ("theirs", 0), ("mine", most)):
+        llm = connected(model, tmp_path, "kv_consumer")
+        given = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
+        [output] = llm.generate(given, ONE_TOKEN)
+        assert output.num_cached_tokens == found
+        assert llm.stats().blocks_loaded == found // 4
+
+
 def read_host(cache: Any, blocks: Sequence[int]) -> list[bytes]:
     return (fast_handover if isinstance(cache, FastCache) else handover).read_host_blocks(cache, blocks)
 

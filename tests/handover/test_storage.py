@@ -15,6 +15,7 @@ import pytest
 
 from minipaged.errors import InvalidRequest
 from minipaged.handover import shared_storage
+from minipaged.handover.block_hashes import salt_number, salted
 from minipaged.handover.kv_connector import Handshake
 from minipaged.handover.shared_storage import DIGEST_BYTES, SharedStorageConnector
 
@@ -30,6 +31,11 @@ HANDSHAKE = Handshake(
 )
 TOKENS = list(range(100, 118))  # four blocks, and two tokens more
 BLOCKS = {logical: bytes([logical]) * 1000 for logical in range(4)}
+
+NAMES = [f"{name}.block" for name in ("25ea011ce945c24c", "1c8eff4b2bdc70ea", "84e4f55a4e12ebf8", "790497066e133cad")]
+"""The names of their files, with CPython's hash of tuples."""
+SEALS = ["dc64cbfd", "01aa7432", "14203527", "39d0fedc"]
+"""The first bytes of these."""
 
 
 def opened(folder: Path, *given: Any, **changed: Any) -> SharedStorageConnector:
@@ -62,6 +68,37 @@ def test_only_the_same_tokens_find_it(stored: SharedStorageConnector) -> None:
     changed = [*TOKENS[:6], 0, *TOKENS[7:]]
     assert stored.load(changed, 0, 4) == [BLOCKS[0]]
     assert stored.lacking(changed, 0, 4) == [1, 2, 3]
+
+
+def test_only_the_same_salt_finds_it(tmp_path: Path) -> None:
+    mine, theirs = (salted(TOKENS, salt_number(salt)) for salt in ("mine", "theirs"))
+    connector = opened(tmp_path)
+    connector.store(mine, BLOCKS)
+    for others in (TOKENS, theirs):
+        assert connector.load(others, 0, 4) == []
+        assert connector.load(others, 1, 4) == []
+        assert connector.lacking(others, 0, 4) == [0, 1, 2, 3]
+    assert opened(tmp_path).load(mine, 0, 4) == list(BLOCKS.values())
+    assert opened(tmp_path).load(mine, 2, 4) == [BLOCKS[2], BLOCKS[3]]
+
+
+def test_a_block_of_another_salt_under_its_name_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hash is no proof: the seal has the salt too."""
+    connector = opened(tmp_path)
+    connector.store(salted(TOKENS, salt_number("mine")), BLOCKS)
+    right = shared_storage.hash_blocks
+    monkeypatch.setattr(  # every salt leads to the same files
+        shared_storage,
+        "hash_blocks",
+        lambda tokens, *rest: right(salted(TOKENS, salt_number("mine")), *rest),
+    )
+    assert connector.load(TOKENS, 0, 4) == []
+
+
+def test_the_files_of_blocks_without_a_salt_are_named_and_sealed_as_ever(stored: SharedStorageConnector) -> None:
+    """So a folder that an earlier version has filled is not lost."""
+    assert [path.name for path in files(stored)] == NAMES
+    assert [path.read_bytes()[:4].hex() for path in files(stored)] == SEALS
 
 
 def test_roles(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from minipaged import LLM, EngineConfig
 from minipaged.async_llm import AsyncRequest
 from minipaged.errors import EngineDead, ShuttingDown, WorkerFailed
 from minipaged.events import BlockCached, BlockEvicted
+from minipaged.handover.block_hashes import salt_number
 from minipaged.outputs import RequestUpdate
 from minipaged.params import SamplingParams
 from minipaged.replicas.routing import CacheNews
@@ -249,6 +250,21 @@ def test_what_a_replica_publishes_is_what_its_router_understands(monkeypatch: py
     replica.routing_stats = asyncio.run(Replica.record_routing_stats(SimpleNamespace(news=news)))  # type: ignore[arg-type]
     router.update_replicas([replica])
     assert router._router.known("a") == {70, 71}
+
+
+def test_the_router_of_ray_looks_at_salts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from minipaged.replicas.ray_router import RayRouter
+
+    router, seen = RayRouter.__new__(RayRouter), list[Any]()
+    router.initialize_state("prefix", 2)
+    monkeypatch.setattr(router._router, "choose", lambda tokens, loads: seen.append(list(tokens)) or "a")
+    replica = SimpleNamespace(replica_id=SimpleNamespace(unique_id="a"), routing_stats={})
+    for salt in (None, "mine"):
+        metadata = SimpleNamespace(call_method="generate", internal_request_id="1")
+        pending = SimpleNamespace(metadata=metadata, args=([ASKED[0]._replace(cache_salt=salt)], False, ()))
+        assert asyncio.run(router.choose_replicas([replica], pending)) == [[replica]]
+    tokens = [*ASKED[0].prompt_token_ids]
+    assert seen == [tokens, [tokens[0] - salt_number("mine"), *tokens[1:]]]
 
 
 # --- What is asked of Ray ---------------------------------------------------------------------------

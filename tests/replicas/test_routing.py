@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from minipaged.engine.engine import Engine
 from minipaged.errors import NoReplica
 from minipaged.events import BlockCached, BlockEvicted, StepStarted
-from minipaged.handover.block_hashes import block_hashes
+from minipaged.handover.block_hashes import block_hashes, salt_number, salted
 from minipaged.params import EngineConfig, RequestOutputKind, SamplingParams
 from minipaged.replicas.routing import CacheNews, LeastLoaded, PrefixAware, RoundRobin, Router
 from minipaged.simulation.simulated import OPT_13B_ON_AN_A100, SimulatedRunner, simulated_tier
@@ -202,6 +202,27 @@ def test_too_short_a_match_does_not_outweigh_a_smaller_load() -> None:
     assert router.choose(prompt(1, 28), loads) == "a"  # 8 of 28
     router.told("a", 7, [(one, False) for one in block_hashes(prompt(1, 28), BLOCK_SIZE)])
     assert router.choose(prompt(1, 26), loads) == "c"
+
+
+def test_the_salt_is_part_of_the_prefix() -> None:
+    """A replica that has a prompt with one salt is of no use to another, which is spread as new prompts are."""
+    router = with_replicas(PrefixAware(BLOCK_SIZE), "ab")
+    mine, theirs = (salted(prompt(1), salt_number(salt)) for salt in ("mine", "theirs"))
+    assert sent(router, [mine, mine, theirs, theirs, mine, prompt(1), theirs], idle("ab")) == [*"aabbabb"]
+
+
+def test_what_an_engine_publishes_of_a_salted_prompt_is_what_its_router_looks_for() -> None:
+    news, router = CacheNews(), with_replicas(PrefixAware(BLOCK_SIZE), "ab")
+    engine, tokens = small_engine(news), [1, 2, 3, 4, 5, 6, 7, 1, 2]
+    for salt in (None, "mine"):
+        engine.add_request(tokens, SamplingParams(max_tokens=1, ignore_eos=True), cache_salt=salt)
+        while engine.has_unfinished_requests():
+            engine.step()
+    router.told("a", *news.latest())
+    mine, theirs = (salted(tokens, salt_number(salt)) for salt in ("mine", "theirs"))
+    assert router.known("a") == {*block_hashes(tokens, BLOCK_SIZE), *block_hashes(mine, BLOCK_SIZE)}
+    assert sent(router, [mine, tokens, mine], {"a": 1, "b": 0}) == ["a", "a", "a"]
+    assert sent(router, [theirs], {"a": 1, "b": 0}) == ["b"]
 
 
 def test_a_burst_with_one_new_prefix_does_not_scatter() -> None:

@@ -50,6 +50,23 @@ async def collect(updates: AsyncIterator[RequestUpdate]) -> tuple[str, RequestOu
     return text, output
 
 
+def test_only_the_same_salt_finds_a_prompt_again(tiny: LoadedModel) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2)
+
+    async def work() -> list[int | None]:
+        async with serving(tiny) as allm:
+            prompts = [{"prompt": "one and a half", "cache_salt": salt} for salt in ("a", "b", "a", None)]
+            outputs = [(await collect(allm.generate(prompt, params)))[1] for prompt in prompts]  # type: ignore[arg-type]
+            for salt in ("", 7):
+                with pytest.raises(InvalidRequest, match="cache_salt "):
+                    await collect(allm.generate({"prompt": "one", "cache_salt": salt}, params))  # type: ignore[typeddict-item]
+            return [output.num_cached_tokens for output in outputs]
+
+    first, second, third, fourth = run(work)
+    assert (first, second, fourth) == (0, 0, 0)
+    assert third
+
+
 def test_many_streams_at_once_give_the_tokens_that_each_gives_alone(tiny: LoadedModel) -> None:
     prompts = ["one", "two and a half", "three" * 10, "four"]
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=20)

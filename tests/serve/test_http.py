@@ -74,6 +74,29 @@ def test_the_metrics_count_what_is_served(server: Served) -> None:
     assert openmetrics.headers["content-type"].startswith("application/openmetrics-text")
 
 
+def test_only_the_same_salt_finds_a_prompt_again(server: Served) -> None:
+    def found(path: str, **body: Any) -> int:
+        answer = server.post(f"/v1/{path}", body | {"max_tokens": 1}).json()
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    def num_salts() -> float:
+        lines = server.get("/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("minipaged:prefix_cache_salts_total{"))
+
+    before = num_salts()
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("completions", {"prompt": "salt " * 20}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "salt " * 20}]}),
+    ]
+    for path, body in asked:
+        for salt in ("mine", None, "theirs"):
+            salted = body if salt is None else body | {"cache_salt": salt}
+            first, second = found(path, **salted), found(path, **salted)
+            assert first < 40 < second or salt is None  # others without a salt may have begun alike
+            assert first == 0 or salt is None
+    assert num_salts() == before + 2
+
+
 def test_a_stream_is_server_sent_events(server: Served) -> None:
     answer = server.post("/v1/completions", COMPLETE | {"stream": True})
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -249,6 +272,15 @@ HOSTILE: list[tuple[bytes, int]] = [
     (b'{"prompt": "x", "logit_bias": {"5": 1000}}', 400),
     (b'{"prompt": "x", "allowed_token_ids": []}', 400),
     (b'{"prompt": "x", "request_id": ""}', 400),
+    (b'{"prompt": "x", "cache_salt": ""}', 400),
+    (b'{"prompt": "x", "cache_salt": 7}', 400),
+    (b'{"prompt": "x", "cache_salt": ["a"]}', 400),
+    (b'{"prompt": "x", "cache_salt": "' + b"x" * 1025 + b'"}', 400),
+    (b'{"prompt": "x", "cache_salt": "' + b"x" * 1_000_000 + b'"}', 400),
+    (b'{"prompt": "x", "cache_salt": "\\ud800"}', 400),
+    (b'{"prompt": "x", "cache_salt": "' + b"x" * 1024 + b'"}', 200),
+    (b'{"prompt": "x", "cache_salt": "\\u0000 \xf0\x9f\xa7\x82"}', 200),
+    (b'{"prompt": "x", "cache_salt": null}', 200),
     (b'{"prompt": ' + json.dumps(["x"] * 1025).encode() + b"}", 400),
     (b'{"prompt": "' + b"long " * 300_000 + b'"}', 400),
     (b'{"prompt": "' + b"x" * 10_000_000 + b'"}', 413),
@@ -332,6 +364,8 @@ ABOUT: list[tuple[str, dict[str, Any], str | None]] = [
     ("completions", {"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
     ("completions", {"prompt": "x", "best_of": 2}, "best_of"),
     ("completions", {"prompt": "x", "request_id": "a b"}, "request_id"),
+    ("completions", {"prompt": "x", "cache_salt": ""}, "cache_salt"),
+    ("chat/completions", {"cache_salt": 7}, "cache_salt"),
     ("completions", {"prompt": "x", "stop_token_ids": [10**6]}, "stop_token_ids"),
     ("completions", {"prompt": "x", "allowed_token_ids": [10**6]}, "allowed_token_ids"),
     ("completions", {"prompt": "x", "logit_bias": {"1000000": 1}}, "logit_bias"),

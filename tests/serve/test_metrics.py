@@ -28,6 +28,7 @@ from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, 
 from minipaged.serve.metrics import Metrics
 from minipaged.steps import StepInput
 from minipaged.testing.content_runner import ContentRunner, GivenRow
+from minipaged.testing.workloads import with_salts
 from tests.effort import examples, scaled
 from tests.engine.test_failure_injection import WORKLOADS, Fault
 from tests.workloads import REFERENCE, Workload, letters, random_workload, windowed
@@ -84,6 +85,7 @@ COUNTERS = {
     "vllm:prefix_cache_hits": (),
     "vllm:request_success": ("finished_reason",),
     "minipaged:prefix_cache_evictions": (),
+    "minipaged:prefix_cache_salts": (),
     "minipaged:preemptions": ("mode",),
     "minipaged:blocks_copied": (),
     "minipaged:blocks_passed": (),
@@ -189,10 +191,15 @@ class Server:
         self.metrics = Metrics("tiny", config)
 
     def add(
-        self, params: Params, prompt: Sequence[int] = (1, 2, 3), kind: RequestOutputKind = DELTA, waited: float = 0.0
+        self,
+        params: Params,
+        prompt: Sequence[int] = (1, 2, 3),
+        kind: RequestOutputKind = DELTA,
+        waited: float = 0.0,
+        cache_salt: str | None = None,
     ) -> str:
         """`waited`: for so long it was in the server before the engine got it."""
-        name = self.engine.add_request(prompt, params, output_kind=kind)
+        name = self.engine.add_request(prompt, params, output_kind=kind, cache_salt=cache_salt)
         self.metrics.added(name, params, len(prompt), self.now - waited)
         self.arrived[name] = (self.now - waited, params, len(prompt), kind)
         return name
@@ -305,6 +312,7 @@ def check_counts(server: Server, reading: Reading) -> None:
     assert (hits, queries) == (stats.prefix_cache_hit_tokens, stats.prefix_cache_query_tokens)
     assert 0 <= hits <= queries
     assert reading("minipaged:prefix_cache_evictions_total") == stats.prefix_cache_evictions
+    assert reading("minipaged:prefix_cache_salts_total") == stats.prefix_cache_salts
     assert reading("minipaged:blocks_copied_total") == stats.blocks_copied
     assert reading("minipaged:blocks_passed_total") == stats.blocks_passed
     check_groups(server, reading)
@@ -352,7 +360,8 @@ def serve(workload: Workload, seed: int) -> Server:
         for i, one in enumerate(workload.requests):
             if one.arrives == step:
                 try:
-                    names[i] = server.add(one.params, one.prompt, r.choice([DELTA, FINAL_ONLY]), r.choice([0, 0.5]))
+                    kind, waited = r.choice([DELTA, FINAL_ONLY]), r.choice([0, 0.5])
+                    names[i] = server.add(one.params, one.prompt, kind, waited, one.cache_salt)
                 except InvalidRequest:
                     continue
             if one.cancelled == step and i in names:
@@ -408,6 +417,7 @@ def test_the_metrics_are_what_outputs_and_statistics_say() -> None:
     steps that raise."""
     happened: Counter[str] = Counter()
     workloads = [*WORKLOADS.values(), *map(random_workload, range(examples(120, least=12)))]
+    workloads[-1] = with_salts(workloads[-1], 0)
     for seed, workload in enumerate(workloads):
         server = serve(workload, seed)
         reading = Reading(server.metrics)

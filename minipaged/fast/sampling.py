@@ -367,11 +367,11 @@ class _Drawing:
         """`users`: (number of an input, its row of logits) each. Greedy inputs draw nothing."""
         self._device = device
         self._kernels = kernels
-        drawing_from: dict[Distribution, list[int]] = defaultdict(list)  # the inputs that draw from each
+        drawing_from: dict[RowDistribution, list[int]] = defaultdict(list)  # the inputs that draw from each
         for index, used_row in users:
             params = inputs[index].params
             if params.temperature > 0:
-                drawing_from[Distribution.of(used_row, params)].append(index)
+                drawing_from[RowDistribution.of(used_row, params)].append(index)
         only_kernels = is_gpu(device) and not any(one.depth(vocab) for one in drawing_from)  # kernels make no copies
         pending = iter(drawing_from.items())
         at_once = len(drawing_from) if only_kernels else max(1, PIECE // vocab)
@@ -400,7 +400,7 @@ class _Drawing:
             )
 
 
-class Distribution(NamedTuple):
+class RowDistribution(NamedTuple):
     """A row of logits with a temperature and filters, from which one or more inputs draw."""
 
     row: int
@@ -412,7 +412,7 @@ class Distribution(NamedTuple):
     """The probability that `top_p` may cut off; 0 for none."""
 
     @classmethod
-    def of(cls, row: int, params: SamplingParams) -> Distribution:
+    def of(cls, row: int, params: SamplingParams) -> RowDistribution:
         """Return what `params`, with a temperature above 0, make of a row."""
         min_logprob = math.log(params.min_p) if params.min_p > 0 else -math.inf
         return cls(row, params.top_k, params.temperature, min_logprob, 1 - params.top_p)
@@ -429,14 +429,14 @@ class _Draws(NamedTuple, Generic[Column]):
 
     input: Column  # [draws], the number of the input that draws
     distribution: Column  # [draws], the number of its distribution
-    row: Column  # [distributions]; see `Distribution`
+    row: Column  # [distributions]; see `RowDistribution`
     top_k: Column  # [distributions]
     temperature: Column  # [distributions] float64
     min_logprob: Column  # [distributions] float64
     share: Column  # [distributions] float64
 
     @staticmethod
-    def of(drawing_from: Mapping[Distribution, Sequence[int]]) -> _Draws[Sequence[Any] | NDArray[Any]]:
+    def of(drawing_from: Mapping[RowDistribution, Sequence[int]]) -> _Draws[Sequence[Any] | NDArray[Any]]:
         """`drawing_from`: the numbers of the inputs that draw from each distribution."""
         return _Draws(
             input=[index for indices in drawing_from.values() for index in indices],

@@ -26,7 +26,7 @@ from minipaged.contracts import Draft, Sampled, SamplingInput
 from minipaged.fast import kernels_for
 from minipaged.fast.device import is_gpu
 from minipaged.fast.kernels import SamplingKernels
-from minipaged.fast.sampling import PIECE, Choosing, Counters, Distribution, Samples, penalise, send
+from minipaged.fast.sampling import PIECE, Choosing, Counters, RowDistribution, Samples, penalise, send
 
 ACCEPTANCE, RESIDUAL = 1, 2
 """The purposes of random numbers, as in the reference."""
@@ -128,7 +128,7 @@ def probabilities(logits: Tensor, inputs: Sequence[SamplingInput], kernels: Samp
         table = table if is_gpu(table.device) or table.dtype == torch.float64 else table.float()
     else:
         table = penalise(logits, inputs)  # [inputs, vocab]
-    each = [Distribution.of(row, wanted.params) for row, wanted in enumerate(inputs)]
+    each = [RowDistribution.of(row, wanted.params) for row, wanted in enumerate(inputs)]
     rows, top_ks, temperatures, min_logprobs, shares = send(
         logits.device,
         [one.row for one in each],

@@ -326,6 +326,17 @@ class SamplingInput:
         return names
 
 
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Tokens that were guessed for the end of one sequence, and all that is needed to verify them."""
+
+    token_ids: Sequence[int]
+    """[k], the drafted tokens; there may be none."""
+    inputs: Sequence[SamplingInput]
+    """[k + 1]. Input i chooses the token after the first i drafted tokens: its output ends with them, and its row is
+    the one after them."""
+
+
 class PromptInput(NamedTuple):
     """Tokens of one prompt whose log-probabilities are to be reported."""
 

@@ -315,6 +315,7 @@ TWINS = {
     "preemption": ("carry", "measure"),
     "beam_search": ("BeamSearch",),
     "sampling": ("sample",),
+    "speculation": ("verify",),
     "linear": (),  # one function there, one class for each way of multiplying here
     "llama": ("Llama", "FlatBatch", "flatten"),
     "rope": ("rotary_tables", "inverse_frequencies"),
@@ -465,7 +466,8 @@ FIRST_READING = (
     *sorted(
         f"reference/{path.name}"
         for path in (ROOT / "reference").glob("*.py")
-        if path.stem not in ("cascade", "eight_bits", "flat_batch", "handover", "linear", "rope", "sharded")
+        if path.stem
+        not in ("cascade", "eight_bits", "flat_batch", "handover", "linear", "rope", "sharded", "speculation")
     ),
     *(f"engine/{name}.py" for name in ("engine", "scheduler", "policy", "block_manager", "prefix_cache")),
 )

@@ -360,11 +360,26 @@ class SamplingKernels(Protocol):
         summed in float64, in order of token id.
         """
 
+    def token_weights(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        peaks: Tensor,
+        temperatures: Tensor,
+        min_logprobs: Tensor,
+        top_ks: Tensor,
+        shares: Tensor,
+        *,
+        depth: int,
+    ) -> Tensor:
+        """Return the weights [n, vocab] float64 from which `draw` draws: 1 for the likeliest token, 0 for those that
+        the filters drop. The distributions are given as to `draw`."""
+
     def uniform(
-        self, seeds: NDArray[np.uint64], streams: NDArray[np.uint64], positions: NDArray[np.uint64]
+        self, seeds: NDArray[np.uint64], streams: NDArray[np.uint64], positions: NDArray[np.uint64], purpose: int = 0
     ) -> NDArray[np.float64]:
         """Return a number in [0, 1) for each (seed, stream, position): 53 bits of Philox4x32-10. All [n], on the
-        host."""
+        host. Another `purpose` (0 to 2**32 - 1) gives other numbers."""
 
 
 class Kernels(AttentionKernels, BlockTableKernels, KVCacheKernels, LlamaKernels, SamplingKernels, Protocol):

@@ -35,6 +35,7 @@ from minipaged.contracts import Sampled, SamplingInput, why_no_peak, why_nothing
 from minipaged.fast import kernels_for
 from minipaged.fast.device import is_gpu, to_device
 from minipaged.fast.kernels import SamplingKernels
+from minipaged.params import SamplingParams
 
 PIECE = 2**24
 """The number of logits from which tokens are drawn at a time. Scaling, sorting and summing them takes about 1 GB of a
@@ -145,6 +146,7 @@ class Choosing:
             table = penalise(logits, [inputs[index] for index in lookups.altered])  # [altered, vocab]
             token_ids[sent.altered], altered_peaks, _ = kernels.argmax_logsumexp(table)  # [altered]
             self._altered_draws.put_into(token_ids, table, altered_peaks)
+        self.choose_drafted(token_ids, logits)
 
         logprobs = logits[sent.rows, token_ids].double() - peaks - log_totals  # [inputs]
         top, top_logprobs, given_logprobs = token_ids[:0], logprobs[:0], logprobs[:0]
@@ -174,6 +176,9 @@ class Choosing:
             return _without_bad(sampled, inputs, lookups.altered, found.likeliest, found.peaks, found.altered_peaks)
 
         return Samples(token_ids, fetch)
+
+    def choose_drafted(self, token_ids: Tensor, logits: Tensor) -> None:
+        """Replace those of the chosen tokens [inputs] that depend on a draft; here none do (`speculation.py`)."""
 
 
 class _Lookups(NamedTuple, Generic[Column]):
@@ -362,13 +367,11 @@ class _Drawing:
         """`users`: (number of an input, its row of logits) each. Greedy inputs draw nothing."""
         self._device = device
         self._kernels = kernels
-        drawing_from: dict[_Distribution, list[int]] = defaultdict(list)  # the inputs that draw from each
+        drawing_from: dict[RowDistribution, list[int]] = defaultdict(list)  # the inputs that draw from each
         for index, used_row in users:
             params = inputs[index].params
             if params.temperature > 0:
-                min_logprob = math.log(params.min_p) if params.min_p > 0 else -math.inf
-                wanted = _Distribution(used_row, params.top_k, params.temperature, min_logprob, 1 - params.top_p)
-                drawing_from[wanted].append(index)
+                drawing_from[RowDistribution.of(used_row, params)].append(index)
         only_kernels = is_gpu(device) and not any(one.depth(vocab) for one in drawing_from)  # kernels make no copies
         pending = iter(drawing_from.items())
         at_once = len(drawing_from) if only_kernels else max(1, PIECE // vocab)
@@ -397,7 +400,7 @@ class _Drawing:
             )
 
 
-class _Distribution(NamedTuple):
+class RowDistribution(NamedTuple):
     """A row of logits with a temperature and filters, from which one or more inputs draw."""
 
     row: int
@@ -407,6 +410,12 @@ class _Distribution(NamedTuple):
     """The log of `min_p`; -inf for none."""
     share: float
     """The probability that `top_p` may cut off; 0 for none."""
+
+    @classmethod
+    def of(cls, row: int, params: SamplingParams) -> RowDistribution:
+        """Return what `params`, with a temperature above 0, make of a row."""
+        min_logprob = math.log(params.min_p) if params.min_p > 0 else -math.inf
+        return cls(row, params.top_k, params.temperature, min_logprob, 1 - params.top_p)
 
     def depth(self, vocab: int) -> int:
         """Return the number of the largest logits that the filters need in order."""
@@ -420,14 +429,14 @@ class _Draws(NamedTuple, Generic[Column]):
 
     input: Column  # [draws], the number of the input that draws
     distribution: Column  # [draws], the number of its distribution
-    row: Column  # [distributions]; see `_Distribution`
+    row: Column  # [distributions]; see `RowDistribution`
     top_k: Column  # [distributions]
     temperature: Column  # [distributions] float64
     min_logprob: Column  # [distributions] float64
     share: Column  # [distributions] float64
 
     @staticmethod
-    def of(drawing_from: Mapping[_Distribution, Sequence[int]]) -> _Draws[Sequence[Any] | NDArray[Any]]:
+    def of(drawing_from: Mapping[RowDistribution, Sequence[int]]) -> _Draws[Sequence[Any] | NDArray[Any]]:
         """`drawing_from`: the numbers of the inputs that draw from each distribution."""
         return _Draws(
             input=[index for indices in drawing_from.values() for index in indices],
@@ -450,14 +459,15 @@ class Counters:
         self._streams = np.array([wanted.stream for wanted in inputs], np.uint64)  # [n]
         self._positions = np.array([wanted.position for wanted in inputs], np.uint64)  # [n], at the start
 
-    def uniform(self, kernels: SamplingKernels) -> NDArray[np.float64]:
+    def uniform(self, kernels: SamplingKernels, purpose: int = 0) -> NDArray[np.float64]:
         """Return a number in [0, 1) for each input at its position, [n]: 53 bits of Philox4x32-10 (Salmon et al., SC
         2011).
 
-        The counters are on the host, so the numbers are computed there and sent.
+        The counters are on the host, so the numbers are computed there and sent. `purpose` is 0 for the draw of a
+        token, see `speculation.py` for the others.
         """
         later = np.uint64(self._first.position - self._first_position)  # all positions advance together
-        return kernels.uniform(self._seeds, self._streams, self._positions + later)
+        return kernels.uniform(self._seeds, self._streams, self._positions + later, purpose)
 
 
 def largest(values: Tensor, count: int) -> Tensor:

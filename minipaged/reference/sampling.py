@@ -197,9 +197,9 @@ def likeliest_token(logits: FloatArray) -> int:
     return token_id
 
 
-def uniform(seed: int, stream: int, position: int) -> float:
+def uniform(seed: int, stream: int, position: int, purpose: int = 0) -> float:
     """Return a number in [0, 1) with 53 random bits: 27 from the first word of Philox, 26 from the second."""
-    first, second, _, _ = philox((position, stream, 0, 0), (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
+    first, second, _, _ = philox((position, stream, purpose, 0), (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
     return ((first >> 5) * 2**26 + (second >> 6)) / 2**53
 
 

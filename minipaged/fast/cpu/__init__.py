@@ -6,7 +6,7 @@ from minipaged.fast.cpu.kv_cache import copy_blocks, poison_blocks, rope_and_wri
 from minipaged.fast.cpu.llama import add_rms_norm, geglu, linears, rms_norm, swiglu
 from minipaged.fast.cpu.one_call import in_one_call
 from minipaged.fast.cpu.prefill import paged_prefill
-from minipaged.fast.cpu.sampling import argmax_logsumexp, draw, largest, uniform
+from minipaged.fast.cpu.sampling import argmax_logsumexp, draw, largest, token_weights, uniform
 from minipaged.fast.cpu.threads import computing
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "rope_and_write",
     "slot_mapping",
     "swiglu",
+    "token_weights",
     "uniform",
     "write",
 ]

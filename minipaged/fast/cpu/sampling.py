@@ -122,12 +122,30 @@ def draw(
     return torch.from_numpy(token_ids)
 
 
+def token_weights(
+    logits: Tensor,
+    rows: Tensor,
+    peaks: Tensor,
+    temperatures: Tensor,
+    min_logprobs: Tensor,
+    top_ks: Tensor,
+    shares: Tensor,
+    *,
+    depth: int,
+) -> Tensor:
+    """See `minipaged.fast.kernels`. `depth` is ignored, as in `draw`."""
+    dense = np.zeros((len(rows), logits.shape[1]))
+    given = (peaks, temperatures, min_logprobs, top_ks, shares)
+    _token_weights(logits.contiguous().numpy(), rows.numpy(), *(each.numpy() for each in given), dense)
+    return torch.from_numpy(dense)
+
+
 def uniform(
-    seeds: NDArray[np.uint64], streams: NDArray[np.uint64], positions: NDArray[np.uint64]
+    seeds: NDArray[np.uint64], streams: NDArray[np.uint64], positions: NDArray[np.uint64], purpose: int = 0
 ) -> NDArray[np.float64]:
     """Return a number in [0, 1) for each (seed, stream, position): 53 bits of Philox4x32-10."""
     numbers = np.empty(len(seeds))
-    _uniform(seeds, streams, positions, numbers)
+    _uniform(seeds, streams, positions, np.uint64(purpose), numbers)
     return numbers
 
 
@@ -135,10 +153,10 @@ def uniform(
 
 
 @kernel()
-def _uniform(seeds, streams, positions, numbers):
+def _uniform(seeds, streams, positions, purpose, numbers):
     for i in range(len(seeds)):
         k0, k1 = seeds[i] & WORD, seeds[i] >> HALF
-        c0, c1, c2, c3 = positions[i], streams[i], ZERO, ZERO
+        c0, c1, c2, c3 = positions[i], streams[i], purpose, ZERO
         for _ in range(10):
             left, right = c0 * PHILOX_LEFT, c2 * PHILOX_RIGHT  # 64 bits each: high word, low word
             c0, c1, c2, c3 = (right >> HALF) ^ c1 ^ k0, right & WORD, (left >> HALF) ^ c3 ^ k1, left & WORD
@@ -268,6 +286,18 @@ def _draw(logits, rows, peaks, temperatures, min_logprobs, top_ks, shares, distr
         for j in range(begin, end):
             fell_on = _first_beyond(cumulative, uniforms[j] * cumulative[-1])
             token_ids[j] = kept[min(fell_on, len(kept) - 1)]
+
+
+@kernel(parallel=True, error_model="numpy")
+def _token_weights(logits, rows, peaks, temperatures, min_logprobs, top_ks, shares, dense):
+    for i in prange(len(rows)):
+        kept, cumulative = _distribution(
+            logits[rows[i]], peaks[i], temperatures[i], min_logprobs[i], top_ks[i], shares[i]
+        )
+        before = 0.0
+        for j in range(len(kept)):
+            dense[i, kept[j]] = cumulative[j] - before
+            before = cumulative[j]
 
 
 @inner(error_model="numpy")

@@ -7,7 +7,7 @@ from minipaged.fast.gpu.attention import paged_decode, paged_prefill
 from minipaged.fast.gpu.block_table import advance_decode, edit_tables, fork_tables, slot_mapping
 from minipaged.fast.gpu.kv_cache import copy_blocks, poison_blocks, rope_and_write, write
 from minipaged.fast.gpu.llama import add_rms_norm, computing, geglu, in_one_call, linears, rms_norm, swiglu
-from minipaged.fast.gpu.sampling import argmax_logsumexp, draw, largest, uniform
+from minipaged.fast.gpu.sampling import argmax_logsumexp, draw, largest, token_weights, uniform
 
 __all__ = [
     "add_rms_norm",
@@ -29,6 +29,7 @@ __all__ = [
     "rope_and_write",
     "slot_mapping",
     "swiglu",
+    "token_weights",
     "uniform",
     "write",
 ]

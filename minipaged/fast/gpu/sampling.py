@@ -20,7 +20,7 @@ from torch import Tensor
 from minipaged.fast.cpu.sampling import largest_by_library as largest
 from minipaged.fast.cpu.sampling import uniform
 
-__all__ = ["argmax_logsumexp", "draw", "draw_ordered", "largest", "uniform"]
+__all__ = ["argmax_logsumexp", "draw", "draw_ordered", "largest", "token_weights", "uniform"]
 
 DRAW_TILE = 2048
 """The logits of one program of `draw`: with four warps, 16 weights in float64 per thread."""
@@ -152,6 +152,26 @@ def draw_ordered(
     depth: int,
 ) -> Tensor:
     """`draw` with torch's operations, each over all distributions. `depth` may be 0 here, too."""
+    kept = token_weights(logits, rows, peaks, temperatures, min_logprobs, top_ks, shares, depth=depth)  # [n, vocab]
+    # A GPU sums in pieces, so rounding may change a running sum even at a token of weight 0. Setting the sums of
+    # dropped tokens to 0 ensures that none of these is the first to exceed the draw.
+    cumulative = torch.where(kept > 0, kept.cumsum(1), 0.0)  # [n, vocab]
+    target = uniforms * cumulative.amax(1)[distributions]  # [m]
+    return (cumulative[distributions] > target[:, None]).int().argmax(1)
+
+
+def token_weights(
+    logits: Tensor,
+    rows: Tensor,
+    peaks: Tensor,
+    temperatures: Tensor,
+    min_logprobs: Tensor,
+    top_ks: Tensor,
+    shares: Tensor,
+    *,
+    depth: int,
+) -> Tensor:
+    """See `minipaged.fast.kernels`."""
     vocab = logits.shape[1]
     scaled = (logits[rows].double() - peaks[:, None]) / temperatures[:, None]  # [n, vocab], 0 for the likeliest
     threshold = min_logprobs[:, None]  # [n, 1]
@@ -167,12 +187,7 @@ def draw_ordered(
         may_go = (tail <= shares[:, None] * tail[:, -1:]).sum(1, keepdim=True)  # [n, 1]
         lightest = rising.gather(1, may_go.clamp(max=depth - 1))  # [n, 1]: its tail is too much for `top_p` to cut off
         threshold = torch.where(shares[:, None] > 0, lightest, threshold)
-    # A GPU sums in pieces, so rounding may change a running sum even at a token of weight 0. Setting the sums of
-    # dropped tokens to 0 ensures that none of these is the first to exceed the draw.
-    kept = scaled >= threshold  # [n, vocab]
-    cumulative = torch.where(kept, torch.where(kept, scaled.exp(), 0.0).cumsum(1), 0.0)  # [n, vocab]
-    target = uniforms * cumulative.amax(1)[distributions]  # [m]
-    return (cumulative[distributions] > target[:, None]).int().argmax(1)
+    return torch.where(scaled >= threshold, scaled.exp(), 0.0)
 
 
 # The numbers of a batch are pieces of one buffer, at addresses that change from step to step (see `kv_cache.py`).

@@ -29,6 +29,8 @@ from minipaged.steps import CopyPair, StepInput
 
 Logits = Any
 """An array [rows, vocab_size], of the type that its tier uses. The engine passes it on and never looks inside."""
+TokenBits = Any
+"""A NumPy array [ceil(vocab_size / 32)] uint32: bit `t & 31` of word `t >> 5` says whether token t may be chosen."""
 
 
 # --- The block allocator --------------------------------------------------------------------------
@@ -303,6 +305,9 @@ class SamplingInput:
     """Tokens that must not be chosen: they would end the sequence before `min_tokens`, or complete a bad word."""
     num_pending: int = 0
     """The number of tokens after `output_token_ids` that are still being chosen; 0 if a penalty needs to know them."""
+    allowed: TokenBits | None = None
+    """The tokens that a grammar allows next; None allows all. Tokens beyond the bits are forbidden. The array's content
+    may change from step to step: each step reads it anew."""
 
     @property
     def position(self) -> int:
@@ -312,12 +317,13 @@ class SamplingInput:
     @property
     def leaves_logits_alone(self) -> bool:
         """Whether the request changes no logit before the token is chosen."""
-        return not len(self.forbidden_token_ids) and not self.params.changes_logits
+        return self.allowed is None and not len(self.forbidden_token_ids) and not self.params.changes_logits
 
     @property
     def ruled_out_by(self) -> list[str]:
         """The names of the request's fields that rule out tokens for this choice."""
-        names = ["allowed_token_ids"] if self.params.allowed_token_ids is not None else []
+        names = ["structured_outputs"] if self.allowed is not None else []
+        names += ["allowed_token_ids"] if self.params.allowed_token_ids is not None else []
         if len(self.forbidden_token_ids):
             forbidding = ["bad_words"] if self.params.bad_words else []
             if self.position - len(self.prompt_token_ids) < self.params.min_tokens:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minipaged.serve.call_parsers import FAMILIES, LIST, CallPiece, CallReader, CallFamily, Piece, family_name
+from minipaged.serve.call_parsers import FAMILIES, LIST, CallFamily, CallPiece, CallReader, Piece, family_name
 from tests.serve.scripted import TEMPLATE
 
 HERMES, LLAMA, MISTRAL = (FAMILIES[name] for name in ("hermes", "llama3_json", "mistral"))

@@ -28,6 +28,8 @@ from minipaged.serve.tools import CallSource, ChoiceCalls, joined
 Json = dict[str, Any]
 Logprobs = Sequence[Mapping[int, float]]
 PromptLogprobs = Sequence[Mapping[int, float] | None]
+MOST_LOGPROB_TOKENS = 128
+"""The largest number of tokens in `logprob_token_ids`."""
 LEAST_LOGPROB = -9999.0
 """The smallest log-probability in an answer, because JSON has no minus infinity."""
 
@@ -60,6 +62,15 @@ class Tokens:
     def text_of(self, token_id: int) -> str:
         """Return the text of one token. Bytes that are not a whole character become U+FFFD."""
         return self.bytes_of(token_id).decode(errors="replace")
+
+    def ranking(self, token_id: int, logprobs: Mapping[int, float], number: int) -> Json:
+        """Return a chosen token's entry in OpenAI's form, with those of the first `number` tokens."""
+        likeliest = list(logprobs.items())[:number]
+        return self._entry(token_id, logprobs[token_id]) | {"top_logprobs": [self._entry(*one) for one in likeliest]}
+
+    def _entry(self, token_id: int, logprob: float) -> Json:
+        own = list(self.bytes_of(token_id))
+        return {"token": self(token_id), "logprob": max(logprob, LEAST_LOGPROB), "bytes": own}
 
 
 @dataclass(slots=True)
@@ -108,6 +119,13 @@ def places_in_prompt(prompt: Prompt, tokens: Tokens) -> list[int]:
         text.add(token_id)
         place += len(text.take())
     return places
+
+
+def calls_of(source: CallSource | None, tokens: Tokens, prompt: Prompt) -> ChoiceCalls | None:
+    """Return a reader of the tool calls in one choice; None if it is to have none."""
+    if source is None:
+        return None
+    return source.choice(Places(tokens, prompt).of if source.hidden else None)
 
 
 @dataclass(slots=True)
@@ -200,9 +218,26 @@ class Answer(ABC):
                 for piece in self._choice_pieces(number, new, told):
                     yield self._chunk({"choices": [piece]})
 
-    def usage_piece(self) -> bytes:
-        """Return the last chunk, which has the number of tokens."""
-        return event(self._head(self.CHUNK_KIND) | {"choices": [], "usage": self._usage_so_far()})
+    def opening(self) -> bytes:
+        """Return what a stream begins with, before the engine has begun."""
+        return b""
+
+    def num_written(self, update: RequestUpdate) -> int:
+        """Return the number of tokens that `pieces` reports for an update, besides the new ones."""
+        return len(update.prompt_logprobs or ())
+
+    @property
+    def num_closing(self) -> int:
+        """The number of tokens that `closing` reports one by one."""
+        return 0
+
+    def closing(self, error: Json | None) -> bytes:
+        """Return the end of a stream: the chunk with the number of tokens if the request wants it, or the error."""
+        if error is not None:
+            return event(error) + DONE
+        if not self.body.wants_usage:
+            return DONE
+        return event(self._head(self.CHUNK_KIND) | {"choices": [], "usage": self._usage_so_far()}) + DONE
 
     # --- Differences between completions and chats ------------------------------------------------
 
@@ -450,9 +485,7 @@ class ChatAnswer(Answer):
         return choice
 
     def _calls(self, prompt: Prompt) -> ChoiceCalls | None:
-        if not self.call_source:
-            return None
-        return self.call_source.choice(Places(self.tokens, prompt).of if self.call_source.hidden else None)
+        return calls_of(self.call_source, self.tokens, prompt)
 
     @property
     def _echo(self) -> str:
@@ -520,16 +553,9 @@ class ChatAnswer(Answer):
         return beside
 
     def _logprobs(self, token_ids: Sequence[int], logprobs: Logprobs) -> Json:
-        return {"content": [self._ranking(token, of) for token, of in zip(token_ids, logprobs, strict=True)]}
-
-    def _ranking(self, token_id: int, logprobs: Mapping[int, float]) -> Json:
-        number = len(logprobs) if self.body.logprob_token_ids else self.body.top_logprobs or 0
-        likeliest = list(logprobs.items())[:number]
-        return self._entry(token_id, logprobs[token_id]) | {"top_logprobs": [self._entry(*one) for one in likeliest]}
-
-    def _entry(self, token_id: int, logprob: float) -> Json:
-        own = list(self.tokens.bytes_of(token_id))
-        return {"token": self.tokens(token_id), "logprob": max(logprob, LEAST_LOGPROB), "bytes": own}
+        number = MOST_LOGPROB_TOKENS if self.body.logprob_token_ids else self.body.top_logprobs or 0
+        both = zip(token_ids, logprobs, strict=True)
+        return {"content": [self.tokens.ranking(token, of, number) for token, of in both]}
 
 
 def only(number: int, token_id: int, logprobs: Mapping[int, float]) -> dict[int, float]:

@@ -23,6 +23,8 @@ from minipaged.params import BeamSearchParams, SamplingParams
 from minipaged.serve.tools import Tools, tools_of
 
 MOST_PROMPTS = 1024
+MOST_ITEMS = 2048
+"""The largest number of items in `input` of /v1/responses, and of parts in all of them together."""
 MOST_STOP_STRINGS = 4
 MOST_LOGPROBS = 20
 MOST_CHARACTERS_TO_LOOK_FOR = 1000
@@ -288,7 +290,8 @@ Message = dict[str, Any]
 _TEMPLATE_WRITES_THEM = "add_special_tokens is not supported: the chat template adds them; leave it out"
 SHAPES = {
     "prompt": f"a text, a list of texts, a list of token ids, or a list of such lists of at most {2**18:,}",
-    "tool_choice": '"none", "auto", "required", or {"type": "function", "function": {"name": ...}}',
+    "tool_choice": '"none", "auto", "required", or an object that names a tool',
+    "input": f"a text, or a list of at most {MOST_ITEMS:,} items",
     "stop": f"a text, or a list of at most {MOST_STOP_STRINGS}, of {MOST_CHARACTERS_TO_LOOK_FOR:,} characters at most",
 }
 """Maps a field that may have several types to a description of them. Pydantic would report a fault for each type."""
@@ -342,6 +345,7 @@ class ChatBody(SamplingBody):
             raise InvalidRequest(_TEMPLATE_WRITES_THEM)
         if self.use_beam_search and self.tools and self.tool_choice != "none":
             raise InvalidRequest("tools cannot be called by a beam search; leave out use_beam_search, or the tools")
+        check_messages(self.messages)
 
     def asked_tools(self) -> Tools | None:
         """Return the tools that the model may call; None if it is to call none. Raises InvalidRequest."""
@@ -370,6 +374,7 @@ class TokenizeBody(_Body):
             raise InvalidRequest(_TEMPLATE_WRITES_THEM)
         if self.messages is None and self.tools:
             raise InvalidRequest("tools have a meaning only with messages; leave them out, or send the prompt as those")
+        check_messages(self.messages or ())
 
     def asked_tools(self) -> Tools | None:
         """Return the tools that the template describes. Raises InvalidRequest."""

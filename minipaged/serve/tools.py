@@ -81,17 +81,20 @@ class Tools:
         return CallReader(LIST if self.forced else FAMILIES[parser], self.names, parallel=self.parallel)
 
 
-def tools_of(tools: Sequence[Json] | None, choice: str | Json | None, parallel: bool | None) -> Tools | None:
-    """Return the tools of a chat, by its fields `tools`, `tool_choice` and `parallel_tool_calls`. None: the model is to
-    call none, and does not learn of any. Raises InvalidRequest."""
-    functions = _functions(tools or ())
-    forced = _forced(choice, [tool["function"]["name"] for tool in functions])
+def tools_of(
+    tools: Sequence[Json] | None, choice: str | Json | None, parallel: bool | None, *, flat: bool = False
+) -> Tools | None:
+    """Return the tools of a request, by its fields `tools`, `tool_choice` and `parallel_tool_calls`. None: the model is
+    to call none, and does not learn of any. `flat`: a tool has its name beside its type, as in /v1/responses, and not
+    in an object `function`, as in a chat. Raises InvalidRequest."""
+    functions = _functions(tools or (), flat)
+    forced = _forced(choice, [tool["function"]["name"] for tool in functions], flat)
     if not functions or choice == "none":
         return None
     return Tools(functions, forced, parallel is not False)
 
 
-def _functions(tools: Sequence[Json]) -> list[Json]:
+def _functions(tools: Sequence[Json], flat: bool) -> list[Json]:
     if len(tools) > MOST_TOOLS:
         raise InvalidRequest(f"tools holds {len(tools):,} tools; at most {MOST_TOOLS} are taken")
     functions: list[Json] = []
@@ -101,13 +104,13 @@ def _functions(tools: Sequence[Json]) -> list[Json]:
         where = f"tools[{place}]"
         if tool.get("type") != "function":
             raise InvalidRequest(
-                f'{where} is of type {_told(tool.get("type"))}; only tools of type "function" are taken: '
-                '{"type": "function", "function": {"name": ..., "parameters": ...}}'
+                f'{where} is of type {_told(tool.get("type"))}; only tools of type "function" are taken, with a '
+                '"name" and "parameters"'
             )
-        function = tool.get("function")
+        function = tool if flat else tool.get("function")
         if not isinstance(function, dict):
             raise InvalidRequest(f'{where} has no "function"; give it one, with "name" and "parameters"')
-        checked = checked_function(function, f"{where}.function")
+        checked = _checked_function(function, where if flat else f"{where}.function")
         size += len(msgspec.json.encode(checked))
         if size > MOST_BYTES:
             raise InvalidRequest(
@@ -121,7 +124,7 @@ def _functions(tools: Sequence[Json]) -> list[Json]:
     return functions
 
 
-def checked_function(function: Json, where: str) -> Json:
+def _checked_function(function: Json, where: str) -> Json:
     """Return the parts of a tool that a template reads: name, description and parameters. Raises InvalidRequest."""
     name = function.get("name")
     if not isinstance(name, str) or not NAME.fullmatch(name):
@@ -138,7 +141,7 @@ def checked_function(function: Json, where: str) -> Json:
     return {"name": name, **({"description": description} if description else {}), "parameters": parameters}
 
 
-def _forced(choice: str | Json | None, names: Collection[str]) -> str | bool:
+def _forced(choice: str | Json | None, names: Collection[str], flat: bool) -> str | bool:
     """Return whether an answer must call a tool, or the name of the one that it must call."""
     if choice in (None, "none", "auto"):
         return False
@@ -146,12 +149,13 @@ def _forced(choice: str | Json | None, names: Collection[str]) -> str | bool:
         if not names:
             raise InvalidRequest('tool_choice is "required", and there are no tools; give some, or leave it out')
         return True
-    named = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    named: Any = choice if isinstance(choice, dict) and choice.get("type") == "function" else {}
+    named = named if flat else named.get("function")
     name = named.get("name") if isinstance(named, dict) else None
     if not isinstance(name, str):
+        form = '"name": ...' if flat else '"function": {"name": ...}'
         raise InvalidRequest(
-            f'tool_choice is {_told(choice)}; it must be "none", "auto", "required", or '
-            '{"type": "function", "function": {"name": ...}}'
+            f'tool_choice is {_told(choice)}; it must be "none", "auto", "required", or {{"type": "function", {form}}}'
         )
     if name not in names:
         known = ", ".join(names)
@@ -226,6 +230,11 @@ class ChoiceCalls:
         """Return the finish reason of the choice, by that of its text. A call that was cut is no reason to call."""
         has_calls = self._reader.num_calls and not self._reader.is_cut
         return "tool_calls" if reason == "stop" and has_calls else reason
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the choice has ended within the arguments of a call."""
+        return self._reader.is_cut
 
     def id_of(self, call: int) -> str:
         """Return the id of a call, by its number."""

@@ -17,7 +17,7 @@ from minipaged.async_llm import AsyncRequest
 from minipaged.engine.detokenizer import Detokenizer
 from minipaged.models.tokenizer import Tokenizer
 from minipaged.outputs import CompletionOutput, CompletionUpdate, RequestMetrics, RequestOutput, RequestUpdate
-from minipaged.params import SamplingParams
+from minipaged.params import EngineConfig, SamplingParams
 from minipaged.serve.app import create_app
 from minipaged.serve.serving import Words
 from minipaged.serve.settings import ServeSettings
@@ -62,6 +62,7 @@ class ScriptedEngine:
     tokenizer: Tokenizer
     text: str = ""
     step: int = 1
+    longest: int = 2**20
     abort: bool = False
     """Whether the answer ends as if the server had aborted it."""
     failure: str | None = None
@@ -72,7 +73,7 @@ class ScriptedEngine:
 
     @property
     def llm(self) -> Any:
-        config = SimpleNamespace(vocab_size=400, max_model_len=2**20, block_size=16, num_blocks=2**18)
+        config = EngineConfig(vocab_size=400, max_model_len=self.longest, num_blocks=2**18)
         model = SimpleNamespace(max_position_embeddings=2**20)
         need = lambda: self.tokenizer  # noqa: E731
         return SimpleNamespace(folder=Path("m"), config=config, model_config=model, need_tokenizer=need)
@@ -146,8 +147,8 @@ class Script:
     app: FastAPI
 
     @classmethod
-    def make(cls, folder: Path, special: Sequence[str] = (), **settings: Any) -> Script:
-        """`special`: special tokens that the tokenizer has beside its own."""
+    def make(cls, folder: Path, special: Sequence[str] = (), longest: int = 2**20, **settings: Any) -> Script:
+        """`special`: special tokens that the tokenizer has beside its own. `longest`: the longest sequence."""
         from tokenizers import AddedToken
         from tokenizers import Tokenizer as Backend
 
@@ -156,7 +157,7 @@ class Script:
             backend = Backend.from_file(str(folder / "tokenizer.json"))
             backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
             backend.save(str(folder / "tokenizer.json"))
-        engine = ScriptedEngine(Tokenizer(folder))
+        engine = ScriptedEngine(Tokenizer(folder), longest=longest)
         serving = Served(engine, ["tiny"], ServeSettings(**{"chat_template": TEMPLATE} | settings))
         return cls(engine, create_app(serving))
 

@@ -13,16 +13,22 @@ from typing import Any
 
 from minipaged.errors import InvalidRequest
 
+MOST_CALLS = 2048
+"""The largest number of tool calls in a conversation."""
 MOST_CHARACTERS_TO_TELL = 100
 """The longest part of a faulty value in a message, in characters."""
 
 
 def check_calls_and_results(messages: Sequence[Mapping[str, Any]]) -> None:
     """Raise InvalidRequest for a tool call without an id or a name, and for a result of a call that no earlier message
-    has. Arguments are not parsed here, because that can take long."""
+    has, or if there are too many. Arguments are not parsed here, because that can take long."""
     known: set[str] = set()
+    num_calls = 0
     for place, message in enumerate(messages):
-        where = f"messages[{place}]"
+        where, calls = f"messages[{place}]", message.get("tool_calls")
+        num_calls += len(calls) if isinstance(calls, list) else 0
+        if num_calls > MOST_CALLS:
+            raise InvalidRequest(f"messages has more than {MOST_CALLS:,} tool calls; leave out the oldest")
         for number, call in enumerate(_calls_of(message, where)):
             if not isinstance(call.get("id"), str) or not call["id"]:
                 raise InvalidRequest(f'{where}.tool_calls[{number}] has no "id"; send the id of the call')

@@ -47,7 +47,8 @@ class Tools:
         return [tool["function"]["name"] for tool in self.functions]
 
     def schema_of_calls(self) -> Json | None:
-        """Return the JSON schema to which the answer must be held; None if the model may answer as it likes.
+        """Return the JSON schema to which the answer must be held; None if the model may answer as it likes. Raises
+        InvalidRequest for a schema that is nested too deeply.
 
         For a named tool the answer consists of its arguments. Otherwise it is a list of calls.
         """
@@ -68,10 +69,13 @@ class Tools:
         schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
         if not self.parallel:
             schema["maxItems"] = 1
-        definitions = {
-            str(place): _with_moved_references(_parameters(tool), f"#/$defs/{place}")
-            for place, tool in enumerate(self.functions)
-        }
+        try:
+            definitions = {
+                str(place): _with_moved_references(_parameters(tool), f"#/$defs/{place}")
+                for place, tool in enumerate(self.functions)
+            }
+        except RecursionError:
+            raise InvalidRequest("tools has a schema that is nested too deeply; make it flatter") from None
         return schema | {"$defs": definitions}
 
     def reader(self, parser: ParserName) -> CallReader:

@@ -11,7 +11,7 @@ import pytest
 from minipaged.errors import InvalidRequest
 from minipaged.models.tool_messages import parsed_arguments
 from minipaged.serve.settings import ServeSettings
-from minipaged.serve.tools import MOST_BYTES, MOST_TOOLS, tools_of
+from minipaged.serve.tools import MOST_BYTES, MOST_TOOLS, Tools, tools_of
 from tests.serve.scripted import ASKS, TOOLS, Json, Script, calls_in
 
 CHAT = "/v1/chat/completions"
@@ -233,6 +233,7 @@ FAULTY: dict[str, tuple[list[Json], str]] = {
         "messages[1] has the tool_call_id 'two', which no earlier message calls",
     ),
     "a result of nothing": ([{"role": "tool", "content": "x"}], 'messages[1] has no "tool_call_id"'),
+    "many calls": ([{"role": "assistant", "tool_calls": [CALL] * 1025}] * 2, "more than 2,048 tool calls"),
     "calls that are no list": (
         [{"role": "assistant", "tool_calls": {"a": 1}}],
         "messages[1].tool_calls must be a list",
@@ -271,6 +272,31 @@ def test_arguments_are_objects_or_texts_that_hold_one() -> None:
     for wrong in ("[]", "{", 3, "[" * 100_000):
         with pytest.raises(InvalidRequest, match=r"^input\[3\]\.arguments must be"):
             parsed_arguments(wrong, "input[3].arguments")
+
+
+def test_a_template_is_read_from_a_file(tmp_path: Path) -> None:
+    from minipaged.cli.options import given_for
+
+    (tmp_path / "chat.jinja").write_text("{{ é }}", encoding="utf-8")
+    for given, read in ((None, None), (str(tmp_path / "chat.jinja"), "{{ é }}")):
+        assert given_for(ServeSettings, {"chat_template": given}) == {"chat_template": read}
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    for wrong in ("none", "bytes"):
+        with pytest.raises(InvalidRequest, match=r"--chat-template is .* cannot be read"):
+            given_for(ServeSettings, {"chat_template": str(tmp_path / wrong)})
+
+
+def test_a_schema_that_is_nested_too_deeply_is_refused(script: Script) -> None:
+    deep: Json = {}
+    for _ in range(800):
+        deep = {"items": deep}
+    for choice in ("auto", "required"):
+        body = {"messages": ASKS, "tools": named("f", parameters=deep), "tool_choice": choice, "max_tokens": 1}
+        script.refused(CHAT, body)
+    for _ in range(1000):
+        deep = {"items": deep}
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        Tools(named("f", parameters=deep), forced=True).schema_of_calls()
 
 
 def test_the_parser_is_one_that_is_known() -> None:

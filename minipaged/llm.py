@@ -37,7 +37,7 @@ from minipaged.engine.memory import MakeMemory
 from minipaged.engine.stats import Stats
 from minipaged.errors import InvalidRequest, InvariantViolation, ModelError
 from minipaged.events import Event, Listener, RequestFinished, TokenGenerated
-from minipaged.models.tokenizer import ChatOptions, Message, Tokenizer
+from minipaged.models.tokenizer import ChatOptions, Message, Tokenizer, Tool
 from minipaged.outputs import RequestOutput, RequestUpdate
 from minipaged.params import (
     BeamSearchParams,
@@ -190,6 +190,7 @@ class LLM:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Tool] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **not_here: None,
     ) -> list[RequestOutput]:
@@ -205,6 +206,7 @@ class LLM:
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
+                tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
             )
             for conversation in conversations

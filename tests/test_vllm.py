@@ -53,6 +53,15 @@ def first_tokens(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+def test_tools_reach_the_template(llm: LLM) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    template = "{{ tools[0]['function']['name'] }} {{ messages[0]['content'] }}"
+    [output] = llm.chat([{"role": "user", "content": "x"}], GREEDY, tools=tools, chat_template=template)
+    assert llm.need_tokenizer().decode(output.prompt_token_ids) == "f x"
+    with pytest.raises(InvalidRequest, match=r"^tools are given, and the model's chat template does not mention them"):
+        llm.chat([{"role": "user", "content": "x"}], GREEDY, tools=tools)
+
+
 # --- The page -------------------------------------------------------------------------------------
 
 

@@ -124,7 +124,6 @@ GENERATE_ARGUMENTS: dict[str, NotHere] = {
 
 CHAT_ARGUMENTS: dict[str, NotHere] = {
     **GENERATE_ARGUMENTS,
-    "tools": NotHere("minipaged calls no tools; describe them to the model in a message"),
     "chat_template_content_format": NotHere("templates receive each content as one text", ("auto", "string")),
 }
 """Arguments of vLLM's `LLM.chat`."""

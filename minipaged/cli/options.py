@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -63,6 +64,14 @@ def _read_logit_bias(text: str | None) -> Any:
         raise InvalidRequest(f'--logit-bias is {text!r}; write it as a JSON object, e.g. {{"42": -100}}') from None
 
 
+def _read_file(name: str | None) -> str | None:
+    """Return the text of a file."""
+    try:
+        return None if name is None else Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"--chat-template is {name!r}, which cannot be read: {error}; give a Jinja file") from None
+
+
 WRITTEN = {
     "stop": OptionSpelling(kind=list[str] | None, note="May be repeated."),
     "stop_token_ids": OptionSpelling("--stop-token-id", kind=list[int] | None, note="May be repeated."),
@@ -89,6 +98,8 @@ WRITTEN = {
     "cors_origin": OptionSpelling(
         kind=list[str] | None, read=lambda given: tuple(given or ()), note="May be repeated."
     ),
+    "chat_template": OptionSpelling(kind=str | None, read=_read_file, metavar="FILE"),
+    "tool_call_parser": OptionSpelling(kind=str),
     "trust_request_chat_template": OptionSpelling("--trust-request-chat-template"),
     "log_level": OptionSpelling(kind=str),
     "enable_prefix_caching": OptionSpelling("--prefix-caching/--no-prefix-caching"),

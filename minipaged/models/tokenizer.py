@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from minipaged.errors import InvalidRequest, ModelError
 from minipaged.models.tokenizer_files import read_tokenizer
+from minipaged.models.tool_messages import with_parsed_arguments
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Encoding
@@ -27,7 +28,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast as PreTrainedTokenizerFast
 
 Message = Mapping[str, Any]
-"""One turn of a conversation: a "role", and a "content", which is a text or a list of text parts."""
+"""One turn of a conversation: a "role", and a "content", which is a text or a list of text parts. It may have OpenAI's
+"tool_calls", or be the result of one."""
+Tool = Mapping[str, Any]
+"""A tool that the model may call: {"type": "function", "function": {"name", "description", "parameters"}}, where the
+parameters are a JSON schema."""
 
 
 class ChatOptions(TypedDict, total=False):
@@ -39,6 +44,8 @@ class ChatOptions(TypedDict, total=False):
     """Whether the text ends where the model's answer begins (the default)."""
     continue_final_message: bool
     """Whether the model continues the last message; needs `add_generation_prompt=False`."""
+    tools: Sequence[Tool] | None
+    """Tools that the template describes to the model."""
     chat_template_kwargs: Mapping[str, Any] | None
     """More variables for the template, by name."""
 
@@ -156,13 +163,15 @@ class Tokenizer:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Tool] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The token ids of a chat, up to where the model's answer begins. `ChatOptions` describes the options.
 
-        Each message has a "role" ("system", "user", "assistant") and a "content": a text, or a list of parts like
-        {"type": "text", "text": ...}, which become its lines. An assistant's content may be None. Raises InvalidRequest
-        if the template cannot render the messages, and ModelError if neither the model nor the call has a template.
+        Each message has a "role" ("system", "user", "assistant", "tool") and a "content": a text, or a list of parts
+        like {"type": "text", "text": ...}, which become its lines. An assistant's content may be None. The arguments of
+        its "tool_calls" are dicts, or texts that hold JSON. Raises InvalidRequest if the template cannot render the
+        messages or does not mention tools, and ModelError if neither the model nor the call has a template.
         """
         if not messages:
             raise InvalidRequest("the chat is empty; give at least one message")
@@ -171,7 +180,10 @@ class Tokenizer:
                 "add_generation_prompt and continue_final_message are both True; the answer either begins a new "
                 "message or continues the last one: set add_generation_prompt=False for the latter"
             )
-        conversation = [with_plain_content(message) for message in messages]
+        conversation = [
+            with_parsed_arguments(with_plain_content(message), f"messages[{place}]")
+            for place, message in enumerate(messages)
+        ]
         more = dict(chat_template_kwargs or {})
         renderer = self.in_transformers
         if taken := more.keys() & inspect.signature(renderer.apply_chat_template).parameters.keys() - {"documents"}:
@@ -180,10 +192,12 @@ class Tokenizer:
             )
         if not (chat_template or renderer.chat_template):
             raise ModelError(f"the model in {self.folder} has no chat template; use generate with a plain prompt")
+        _check_tools_are_mentioned(self.template_text(chat_template, for_tools=bool(tools)), conversation, tools)
         try:
             text = str(
                 renderer.apply_chat_template(
                     conversation,
+                    tools=[dict(tool) for tool in tools] if tools else None,
                     chat_template=chat_template,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
@@ -196,6 +210,21 @@ class Tokenizer:
             raise InvalidRequest(f"{whose} refuses these messages: {error}") from None
         # The template has already written the special tokens, including the first one.
         return self._encode(text, add_special_tokens=False)
+
+    def template_text(self, chat_template: str | None = None, *, for_tools: bool = False) -> str:
+        """The chat template that `encode_chat` takes; "" if there is none. `for_tools`: whether tools are given, for
+        which some models have a template of their own, named `tool_use`."""
+        templates = self.in_transformers.chat_template
+        if not isinstance(templates, dict):
+            return str(chat_template or templates or "")
+        if chat_template is not None:
+            return str(templates.get(chat_template, chat_template))
+        return str((for_tools and templates.get("tool_use")) or templates.get("default", ""))
+
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """The ids of the tokens, special or not, that are matched in a text as a whole."""
+        return {token.content: token_id for token_id, token in self._added_tokens.items()}
 
     @property
     def eos_token_id(self) -> int | None:
@@ -320,6 +349,21 @@ def _byte_alphabet() -> dict[str, int]:
 
 BYTE_ALPHABET = _byte_alphabet()
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+
+def _check_tools_are_mentioned(template: str, messages: Sequence[Message], tools: Sequence[Tool] | None) -> None:
+    """Raise InvalidRequest if the template would leave out the tools, or calls of them, without a word."""
+    way_out = (
+        "give one that does: chat_template in Python, --chat-template FILE for a server; "
+        "docs/templates/chatml_tools.jinja is one for models with ChatML, such as SmolLM2"
+    )
+    if tools and "tools" not in template:
+        raise InvalidRequest(f"tools are given, and the model's chat template does not mention them; {way_out}")
+    for place, message in enumerate(messages):
+        if "tool_calls" in message and "tool_calls" not in template:
+            raise InvalidRequest(
+                f"messages[{place}] has tool_calls, and the model's chat template does not mention them; {way_out}"
+            )
 
 
 def with_plain_content(message: Message) -> dict[str, Any]:

@@ -213,8 +213,8 @@ class Replicated(Words):
     allm: Engines
     no_page = "it shows the blocks of one engine, and this server has several (--replicas)"
 
-    def __init__(self, allm: Engines, names: Sequence[str], replicas: Any, *, trust_chat_templates: bool) -> None:
-        super().__init__(allm, names, trust_chat_templates=trust_chat_templates)
+    def __init__(self, allm: Engines, names: Sequence[str], replicas: Any, settings: ServeSettings) -> None:
+        super().__init__(allm, names, settings)
         self._replicas = replicas
 
     async def check_health(self) -> None:
@@ -270,7 +270,7 @@ class Endpoint:
         self._replicas = replicas
         self._facts: Facts = await replicas.facts.remote()  # waits for the first replica
         self._engines = Engines(replicas, self._facts)
-        serving = Replicated(self._engines, names, replicas, trust_chat_templates=settings.trust_request_chat_template)
+        serving = Replicated(self._engines, names, replicas, settings)
         self._app = create_app(serving, key=settings.api_key, cors_origins=settings.cors_origin)
         await asyncio.to_thread(serving.warm_up)
 

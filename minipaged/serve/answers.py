@@ -21,11 +21,15 @@ from minipaged.engine.detokenizer import Decode, Detokenizer, text_without_end
 from minipaged.models.tokenizer import with_plain_content
 from minipaged.outputs import CompletionOutput, CompletionUpdate, RequestOutput, RequestUpdate
 from minipaged.params import BeamSearchParams, SamplingParams
+from minipaged.serve.call_parsers import Piece
 from minipaged.serve.protocol import ChatBody, CompletionBody, SamplingBody
+from minipaged.serve.tools import CallSource, ChoiceCalls, joined
 
 Json = dict[str, Any]
 Logprobs = Sequence[Mapping[int, float]]
 PromptLogprobs = Sequence[Mapping[int, float] | None]
+MOST_LOGPROB_TOKENS = 128
+"""The largest number of tokens in `logprob_token_ids`."""
 LEAST_LOGPROB = -9999.0
 """The smallest log-probability in an answer, because JSON has no minus infinity."""
 
@@ -58,6 +62,15 @@ class Tokens:
     def text_of(self, token_id: int) -> str:
         """Return the text of one token. Bytes that are not a whole character become U+FFFD."""
         return self.bytes_of(token_id).decode(errors="replace")
+
+    def ranking(self, token_id: int, logprobs: Mapping[int, float], number: int) -> Json:
+        """Return a chosen token's entry in OpenAI's form, with those of the first `number` tokens."""
+        likeliest = list(logprobs.items())[:number]
+        return self._entry(token_id, logprobs[token_id]) | {"top_logprobs": [self._entry(*one) for one in likeliest]}
+
+    def _entry(self, token_id: int, logprob: float) -> Json:
+        own = list(self.bytes_of(token_id))
+        return {"token": self(token_id), "logprob": max(logprob, LEAST_LOGPROB), "bytes": own}
 
 
 @dataclass(slots=True)
@@ -108,6 +121,13 @@ def places_in_prompt(prompt: Prompt, tokens: Tokens) -> list[int]:
     return places
 
 
+def calls_of(source: CallSource | None, tokens: Tokens, prompt: Prompt) -> ChoiceCalls | None:
+    """Return a reader of the tool calls in one choice; None if it is to have none."""
+    if source is None:
+        return None
+    return source.choice(Places(tokens, prompt).of if source.hidden else None)
+
+
 @dataclass(slots=True)
 class StreamedChoice:
     """The state of one choice in a stream."""
@@ -116,6 +136,8 @@ class StreamedChoice:
     """Computes the offsets of the choice's tokens; None if the answer has no log-probabilities."""
     first: Json
     """Extra fields for the choice's first chunk; empty once that is sent."""
+    calls: ChoiceCalls | None = None
+    """Reads the choice's tool calls; None if it is to have none."""
     num_tokens: int = 0
 
     def take_first(self) -> Json:
@@ -189,17 +211,35 @@ class Answer(ABC):
             if told is None:
                 prompt = self.prompts[place]
                 told = self._told[number] = StreamedChoice(
-                    self._places(prompt), self._of_prompt(prompt, update.prompt_logprobs)
+                    self._places(prompt), self._of_prompt(prompt, update.prompt_logprobs), self._calls(prompt)
                 )
                 for first in self._first_chunks(number, prompt, told, update.prompt_logprobs):
                     yield self._chunk(first)
             told.num_tokens += self._num_generated(new.new_token_ids)
-            if new.new_text or new.finish_reason or new.new_logprobs or self.body.return_token_ids:
-                yield self._chunk({"choices": [self._choice_piece(number, new, told)]})
+            if new.new_text or new.finish_reason or new.new_logprobs or self.body.return_token_ids or told.calls:
+                for piece in self._choice_pieces(number, new, told):
+                    yield self._chunk({"choices": [piece]})
 
-    def usage_piece(self) -> bytes:
-        """Return the last chunk, which has the number of tokens."""
-        return event(self._head(self.CHUNK_KIND) | {"choices": [], "usage": self._usage_so_far()})
+    def opening(self) -> bytes:
+        """Return what a stream begins with, before the engine has begun."""
+        return b""
+
+    def num_written(self, update: RequestUpdate) -> int:
+        """Return the number of tokens that `pieces` reports for an update, besides the new ones."""
+        return len(update.prompt_logprobs or ())
+
+    @property
+    def num_closing(self) -> int:
+        """The number of tokens that `closing` reports one by one."""
+        return 0
+
+    def closing(self, error: Json | None) -> bytes:
+        """Return the end of a stream: the chunk with the number of tokens if the request wants it, or the error."""
+        if error is not None:
+            return event(error) + DONE
+        if not self.body.wants_usage:
+            return DONE
+        return event(self._head(self.CHUNK_KIND) | {"choices": [], "usage": self._usage_so_far()}) + DONE
 
     # --- Differences between completions and chats ------------------------------------------------
 
@@ -218,12 +258,16 @@ class Answer(ABC):
         """Return a `Places` for the tokens of a choice; None if the answer has no offsets."""
 
     @abstractmethod
-    def _choice_piece(self, number: int, new: CompletionUpdate, told: StreamedChoice) -> Json:
-        """Return the chunk for an update of a choice."""
+    def _choice_pieces(self, number: int, new: CompletionUpdate, told: StreamedChoice) -> Iterable[Json]:
+        """Return the chunks for an update of a choice."""
 
     @abstractmethod
     def _beside(self, prompt_logprobs: list[list[Json | None] | None], choices: list[Json]) -> Json:
         """Add the prompts' log-probabilities to the choices, or return them as fields of the answer."""
+
+    def _calls(self, prompt: Prompt) -> ChoiceCalls | None:
+        """Return a reader of a choice's tool calls; None if it is to have none."""
+        return None
 
     # --- Shared parts -----------------------------------------------------------------------------
 
@@ -325,7 +369,7 @@ class CompletionAnswer(Answer):
             nothing = {"finish_reason": None, "stop_reason": None}
             yield {"choices": [{"index": number} | shown | nothing | told.take_first()]}
 
-    def _choice_piece(self, number: int, new: CompletionUpdate, told: StreamedChoice) -> Json:
+    def _choice_pieces(self, number: int, new: CompletionUpdate, told: StreamedChoice) -> Iterable[Json]:
         generated = () if self._only_echo else new.new_token_ids
         logprobs = None
         if told.places and new.new_logprobs is not None and not self._only_echo:
@@ -339,7 +383,7 @@ class CompletionAnswer(Answer):
         }
         if self.body.return_token_ids:
             choice["token_ids"] = list(generated)
-        return choice | told.take_first()
+        yield choice | told.take_first()
 
     def _beside(self, prompt_logprobs: list[list[Json | None] | None], choices: list[Json]) -> Json:
         for choice in choices:
@@ -406,25 +450,44 @@ def _joined(first: Json | None, second: Json | None) -> Json | None:
     return {name: [*first[name], *second[name]] for name in first}
 
 
+@dataclass
 class ChatAnswer(Answer):
     """The answer to POST /v1/chat/completions."""
 
     KIND = "chat.completion"
     CHUNK_KIND = "chat.completion.chunk"
     body: ChatBody
+    call_source: CallSource | None = None
+    """Makes the readers of tool calls; None if the answer is to have none."""
+
+    def num_told(self, outputs: Sequence[RequestOutput]) -> int:
+        """Return the number of tokens that `whole` reports one by one, or that it reads for calls."""
+        if self.call_source:
+            return sum(len(one.token_ids) for output in outputs for one in output.outputs)
+        return super().num_told(outputs)
 
     def _choice(self, number: int, output: RequestOutput, one: CompletionOutput) -> Json:
-        content = self._echo + one.text
+        message: Json = {"role": self._role, "content": self._echo + one.text}
+        reason: str | None = one.finish_reason
+        if calls := self._calls(self.prompts[0]):
+            content, told = joined(calls.read(one.text, one.token_ids, is_last=True), calls.id_of)
+            message["content"] = self._echo + content
+            reason = calls.finish_reason(reason)
+            if told:
+                message |= {"content": message["content"] or None, "tool_calls": told}
         choice: Json = {
             "index": number,
-            "message": {"role": self._role, "content": content},
+            "message": message,
             "logprobs": None if one.logprobs is None else self._logprobs(one.token_ids, one.logprobs),
-            "finish_reason": one.finish_reason,
+            "finish_reason": reason,
             "stop_reason": one.stop_reason,
         }
         if self.body.return_token_ids:
             choice["token_ids"] = list(one.token_ids)
         return choice
+
+    def _calls(self, prompt: Prompt) -> ChoiceCalls | None:
+        return calls_of(self.call_source, self.tokens, prompt)
 
     @property
     def _echo(self) -> str:
@@ -451,19 +514,39 @@ class ChatAnswer(Answer):
     def _places(self, prompt: Prompt) -> None:
         return None
 
-    def _choice_piece(self, number: int, new: CompletionUpdate, told: StreamedChoice) -> Json:
-        logprobs = new.new_logprobs
-        choice: Json = {
-            "index": number,
-            "delta": {"content": new.new_text},
+    def _choice_pieces(self, number: int, new: CompletionUpdate, told: StreamedChoice) -> Iterable[Json]:
+        pieces: Sequence[Piece] = [new.new_text]
+        reason = new.finish_reason
+        if calls := told.calls:
+            pieces = calls.read(new.new_text, new.new_token_ids, is_last=reason is not None)
+            reason = calls.finish_reason(reason)
+        deltas = [self._delta(piece, calls) for piece in pieces]
+        if not deltas and (reason or new.new_logprobs or self.body.return_token_ids):
+            deltas = [{"content": ""}]
+        for place, delta in enumerate(deltas, 1):
+            yield {"index": number, "delta": delta} | self._beside_delta(new, reason, place == 1, place == len(deltas))
+
+    def _delta(self, piece: Piece, calls: ChoiceCalls | None) -> Json:
+        if isinstance(piece, str) or calls is None:
+            return {"content": piece}
+        if piece.name is None:
+            return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.arguments}}]}
+        function = {"name": piece.name, "arguments": piece.arguments}
+        call = {"index": piece.index, "id": calls.id_of(piece.index), "type": "function", "function": function}
+        return {"tool_calls": [call]}
+
+    def _beside_delta(self, new: CompletionUpdate, reason: str | None, is_first: bool, is_last: bool) -> Json:
+        """Return the other fields of a chunk. The first chunk of an update has its tokens, the last its end."""
+        logprobs = new.new_logprobs if is_first else None
+        beside: Json = {
             "logprobs": None if logprobs is None else self._logprobs(new.new_token_ids, logprobs),
-            "finish_reason": new.finish_reason,
+            "finish_reason": reason if is_last else None,
         }
-        if new.finish_reason:
-            choice["stop_reason"] = new.stop_reason
-        if self.body.return_token_ids:
-            choice["token_ids"] = list(new.new_token_ids)
-        return choice
+        if beside["finish_reason"]:
+            beside["stop_reason"] = new.stop_reason
+        if self.body.return_token_ids and is_first:
+            beside["token_ids"] = list(new.new_token_ids)
+        return beside
 
     def _beside(self, prompt_logprobs: list[list[Json | None] | None], choices: list[Json]) -> Json:
         beside: Json = {"prompt_logprobs": prompt_logprobs[0]}
@@ -472,16 +555,9 @@ class ChatAnswer(Answer):
         return beside
 
     def _logprobs(self, token_ids: Sequence[int], logprobs: Logprobs) -> Json:
-        return {"content": [self._ranking(token, of) for token, of in zip(token_ids, logprobs, strict=True)]}
-
-    def _ranking(self, token_id: int, logprobs: Mapping[int, float]) -> Json:
-        number = len(logprobs) if self.body.logprob_token_ids else self.body.top_logprobs or 0
-        likeliest = list(logprobs.items())[:number]
-        return self._entry(token_id, logprobs[token_id]) | {"top_logprobs": [self._entry(*one) for one in likeliest]}
-
-    def _entry(self, token_id: int, logprob: float) -> Json:
-        own = list(self.tokens.bytes_of(token_id))
-        return {"token": self.tokens(token_id), "logprob": max(logprob, LEAST_LOGPROB), "bytes": own}
+        number = MOST_LOGPROB_TOKENS if self.body.logprob_token_ids else self.body.top_logprobs or 0
+        both = zip(token_ids, logprobs, strict=True)
+        return {"content": [self.tokens.ranking(token, of, number) for token, of in both]}
 
 
 def only(number: int, token_id: int, logprobs: Mapping[int, float]) -> dict[int, float]:

@@ -12,10 +12,10 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from uuid import uuid4
 
 import msgspec
@@ -28,12 +28,23 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
+from minipaged.async_llm import AsyncRequest
 from minipaged.errors import EngineDead, InvalidRequest, MinipagedError, ModelError, QueueFull, ShuttingDown
-from minipaged.serve.answers import DONE, Answer, Json, event
+from minipaged.outputs import RequestOutput, RequestUpdate
+from minipaged.serve.answers import Json
 from minipaged.serve.bodies import json_route
 from minipaged.serve.guards import KeyGuard, LengthGuard, LoadGuard, ServerLoad
 from minipaged.serve.live.routes import live_routes
-from minipaged.serve.protocol import FIELDS, SHAPES, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from minipaged.serve.protocol import (
+    FIELDS,
+    SHAPES,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    SamplingBody,
+    TokenizeBody,
+)
+from minipaged.serve.response_bodies import RESPONSE_FIELDS, ResponsesBody
 from minipaged.serve.serving import TooLong, UnknownModel, UpdateStream, Words
 from minipaged.tiers.devices import own_version
 
@@ -130,6 +141,11 @@ def _generating(serving: Words) -> APIRouter:
         answer = await unless_gone(request, serving.chat(body, *_names(request, body.request_id, "chatcmpl")))
         return await _respond(serving, answer, request)
 
+    @router.post("/v1/responses", summary="Answer a conversation, in the form of OpenAI's Responses", responses=told)
+    async def responses(body: ResponsesBody, request: Request) -> Response:
+        answer = await unless_gone(request, serving.respond(body, *_names(request, body.request_id, "resp")))
+        return await _respond(serving, answer, request)
+
     @router.post("/tokenize", summary="Tokenize a prompt or a conversation")
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
         return answered(await unless_gone(request, serving.tokenize(body)))
@@ -154,7 +170,32 @@ def _names(request: Request, given: str | None, prefix: str) -> tuple[str, str]:
     return f"{prefix}-{name}", f"{prefix}-{name}-{own}"
 
 
-async def _respond(serving: Words, answer: Answer | None, request: Request) -> Response:
+class HttpAnswer(Protocol):
+    """The attributes of an answer that this module uses. `answers.Answer` and `responses.ResponseAnswer` have them."""
+
+    @property
+    def body(self) -> SamplingBody: ...
+
+    @property
+    def num_closing(self) -> int:
+        """The number of tokens that `closing` reports."""
+
+    def asked(self) -> list[AsyncRequest]: ...
+
+    def num_told(self, outputs: Sequence[RequestOutput]) -> int: ...
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> Json: ...
+
+    def opening(self) -> bytes: ...
+
+    def num_written(self, update: RequestUpdate) -> int: ...
+
+    def pieces(self, update: RequestUpdate) -> Iterable[bytes]: ...
+
+    def closing(self, error: Json | None) -> bytes: ...
+
+
+async def _respond(serving: Words, answer: HttpAnswer | None, request: Request) -> Response:
     """Send an answer's requests to the engine, and respond with the whole answer or a stream. `answer` is None if the
     client is gone."""
     if answer is None:
@@ -181,7 +222,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, answer: Answer, stream: UpdateStream) -> None:
+    def __init__(self, answer: HttpAnswer, stream: UpdateStream) -> None:
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self._answer = answer
@@ -203,22 +244,22 @@ class EventStream(Response):
         error: str | None = None
         status, kind = 500, "InternalServerError"
         try:
+            if opening := self._answer.opening():
+                await send({"type": "http.response.body", "body": opening, "more_body": True})
             async for update in self._stream:
                 write = partial(b"".join, self._answer.pieces(update))
-                if pieces := await written(len(update.prompt_logprobs or ()), write):
+                if pieces := await written(self._answer.num_written(update), write):
                     await send({"type": "http.response.body", "body": pieces, "more_body": True})
                 if update.output and update.output.error:
                     error = update.output.error
                     break
-            if not error and self._answer.body.wants_usage:
-                await send({"type": "http.response.body", "body": self._answer.usage_piece(), "more_body": True})
         except (EngineDead, ShuttingDown) as ended:
             error, (status, kind) = str(ended), STATUS[type(ended)]
         except Exception as failed:
             logging.getLogger("uvicorn.error").exception("an answer could not be written")
             error = f"{type(failed).__name__}: {failed}"
-        end = (event(_error(error, kind, status)) if error else b"") + DONE
-        await send({"type": "http.response.body", "body": end})
+        close = partial(self._answer.closing, _error(error, kind, status) if error else None)
+        await send({"type": "http.response.body", "body": await written(self._answer.num_closing, close)})
 
 
 async def written(num_tokens: int, write: Callable[[], Result]) -> Result:
@@ -381,7 +422,7 @@ async def _known_error(request: Request, error: Exception) -> Response:
 def _param(error: Exception) -> str | None:
     """Return the field that an error is about. Such a message begins with the field's name."""
     [first] = re.findall(r"^\w*", str(error))
-    return "model" if isinstance(error, UnknownModel) else first if first in FIELDS else None
+    return "model" if isinstance(error, UnknownModel) else first if first in FIELDS | RESPONSE_FIELDS else None
 
 
 async def _unknown_error(request: Request, error: Exception) -> Response:

@@ -1,8 +1,8 @@
 """The fields of request bodies: those of OpenAI with vLLM's additions.
 
 Pydantic checks types and bounds here. `SamplingParams` and `Engine.add_request` check the values further. Either way a
-fault is answered with 400. Unknown fields are ignored, as in vLLM. Known fields that are not supported (tools, images,
-LoRA …) are refused by name. A field that is null counts as absent. Every field of vLLM is supported, refused
+fault is answered with 400. Unknown fields are ignored, as in vLLM. Known fields that are not supported (images, LoRA
+…) are refused by name. A field that is null counts as absent. Every field of vLLM is supported, refused
 (`REFUSED`), or without effect (`WITHOUT_EFFECT`).
 """
 
@@ -19,9 +19,13 @@ from minipaged.api.vllm_arguments import CHAT_ARGUMENTS, SAMPLING_ARGUMENTS
 from minipaged.engine.arrivals import MOST_SALT
 from minipaged.errors import InvalidRequest
 from minipaged.models.tokenizer import with_plain_content
+from minipaged.models.tool_messages import check_calls_and_results
 from minipaged.params import BeamSearchParams, SamplingParams
+from minipaged.serve.tools import Tools, tools_of
 
 MOST_PROMPTS = 1024
+MOST_ITEMS = 2048
+"""The largest number of items in `input` of /v1/responses, and of parts in all of them together."""
 MOST_STOP_STRINGS = 4
 MOST_LOGPROBS = 20
 MOST_CHARACTERS_TO_LOOK_FOR = 1000
@@ -58,12 +62,13 @@ LogitBias = Annotated[dict[str, float], Field(max_length=1024)]
 _ELSEWHERE = "minipaged looks nothing up and stores nothing; leave it out, and put the facts into a message"
 _THOUGHTS = "models here do not think before they answer; leave it out"
 _AS_IN_PYTHON = {**CHAT_ARGUMENTS, **SAMPLING_ARGUMENTS}
-_TOOLS = _AS_IN_PYTHON["tools"].why
+_NEWER = {"functions": "tools", "function_call": "tool_choice"}
+"""Maps OpenAI's old fields for tools to those that replace them."""
 _NO_EXTENSIONS = "nothing here reads it; leave it out"
 REFUSED = {
     **{name: _AS_IN_PYTHON[name].why for name in ("lora_request", "repetition_detection", "watermarking", "best_of")},
     "routed_experts_prompt_start": _AS_IN_PYTHON["routed_experts_prompt_start"].why,
-    **dict.fromkeys(("tools", "tool_choice", "functions", "function_call"), _TOOLS),
+    **{name: f"it is the old form of {newer}; send that" for name, newer in _NEWER.items()},
     **dict.fromkeys(
         ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "response_format"),
         _AS_IN_PYTHON["structured_outputs"].why,
@@ -97,7 +102,6 @@ DONE_ANYWAY: dict[str, tuple[Any, ...]] = {
 """Maps a field in `REFUSED` to values that are accepted, because they ask for the default behaviour."""
 WITHOUT_EFFECT = {
     "session_id": "it identifies a session, and all requests get the same service",
-    "parallel_tool_calls": "it configures calls of tools, and there are none",
     "include_reasoning": "models here do not think before they answer, so there is nothing to leave out",
     **dict.fromkeys(("mm_payload", "return_mm_kwargs"), "it is about images, and there are none"),
 }
@@ -260,6 +264,9 @@ class CompletionBody(SamplingBody):
 
     def check(self) -> None:
         super().check()
+        for name in ("tools", "tool_choice"):
+            if (self.model_extra or {}).get(name) not in ASKS_FOR_NOTHING:
+                raise InvalidRequest(f"{name} is not supported for a prompt; send messages to /v1/chat/completions")
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest(
                 "max_tokens is 0, which generates nothing; that is allowed only with echo=true, to get the prompt"
@@ -285,6 +292,8 @@ Message = dict[str, Any]
 _TEMPLATE_WRITES_THEM = "add_special_tokens is not supported: the chat template adds them; leave it out"
 SHAPES = {
     "prompt": f"a text, a list of texts, a list of token ids, or a list of such lists of at most {2**18:,}",
+    "tool_choice": '"none", "auto", "required", or an object that names a tool',
+    "input": f"a text, or a list of at most {MOST_ITEMS:,} items",
     "stop": f"a text, or a list of at most {MOST_STOP_STRINGS}, of {MOST_CHARACTERS_TO_LOOK_FOR:,} characters at most",
 }
 """Maps a field that may have several types to a description of them. Pydantic would report a fault for each type."""
@@ -297,17 +306,17 @@ def check_messages(messages: Sequence[Message]) -> None:
         where, role = f"messages[{place}]", message.get("role")
         if not isinstance(role, str):
             raise InvalidRequest(f'{where} has no "role"; give it one, such as "system", "user" or "assistant"')
-        if role in ("tool", "function"):
-            raise InvalidRequest(f'{where} has the role "{role}": {_TOOLS}')
-        for name in ("tool_calls", "function_call"):
-            if message.get(name):
-                raise InvalidRequest(f'{where} has "{name}": {_TOOLS}')
+        if role == "function":
+            raise InvalidRequest(f'{where} has the role "function", the old form of "tool"; send that')
+        if message.get("function_call"):
+            raise InvalidRequest(f'{where} has "function_call", the old form of "tool_calls"; send that')
         if message.get("content") is None and role != "assistant":
             raise InvalidRequest(f'{where} has no "content"; give it one, which may be ""')
         try:
             with_plain_content(message)
         except InvalidRequest as error:
             raise InvalidRequest(f"{where}: {str(error)[:MOST_CHARACTERS_TO_TELL]}") from None
+    check_calls_and_results(messages)
 
 
 class ChatBody(SamplingBody):
@@ -322,6 +331,9 @@ class ChatBody(SamplingBody):
     continue_final_message: bool | None = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = True
 
     @property
     def reported(self) -> int | None:
@@ -333,6 +345,13 @@ class ChatBody(SamplingBody):
             raise InvalidRequest("top_logprobs has a meaning only with logprobs=true; set that, or leave it out")
         if (self.model_extra or {}).get("add_special_tokens"):
             raise InvalidRequest(_TEMPLATE_WRITES_THEM)
+        if self.use_beam_search and self.tools and self.tool_choice != "none":
+            raise InvalidRequest("tools cannot be called by a beam search; leave out use_beam_search, or the tools")
+        check_messages(self.messages)
+
+    def asked_tools(self) -> Tools | None:
+        """Return the tools that the model may call; None if it is to call none. Raises InvalidRequest."""
+        return tools_of(self.tools, self.tool_choice, self.parallel_tool_calls)
 
 
 class TokenizeBody(_Body):
@@ -346,6 +365,7 @@ class TokenizeBody(_Body):
     continue_final_message: bool | None = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     return_token_strs: bool | None = False
 
     def check(self) -> None:
@@ -354,6 +374,13 @@ class TokenizeBody(_Body):
             raise InvalidRequest("give either prompt or messages")
         if self.messages is not None and self.add_special_tokens:
             raise InvalidRequest(_TEMPLATE_WRITES_THEM)
+        if self.messages is None and self.tools:
+            raise InvalidRequest("tools have a meaning only with messages; leave them out, or send the prompt as those")
+        check_messages(self.messages or ())
+
+    def asked_tools(self) -> Tools | None:
+        """Return the tools that the template describes. Raises InvalidRequest."""
+        return tools_of(self.tools, None, None)
 
 
 class DetokenizeBody(_Body):

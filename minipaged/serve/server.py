@@ -71,7 +71,7 @@ def make_server(model: str | LoadedModel, settings: ServeSettings, **engine: Any
     """Load a model, and return its server, which does not run yet."""
     allm = AsyncLLM(model, max_waiting=settings.max_waiting, **engine)
     names = settings.served_model_name or (str(allm.llm.folder.name if isinstance(model, LoadedModel) else model),)
-    serving = LocalModel(allm, names, trust_chat_templates=settings.trust_request_chat_template, page=settings.page)
+    serving = LocalModel(allm, names, settings, page=settings.page)
     app = create_app(serving, key=settings.api_key, cors_origins=settings.cors_origin)
     # Connection uses h11, because httptools, which uvicorn prefers if it is installed, accepts headers of any length.
     # lifespan is off, because the app starts nothing, and the server shuts itself down. Connections that are still open

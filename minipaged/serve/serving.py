@@ -8,28 +8,33 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from minipaged.async_llm import LONG_TEXT, AsyncLLM, AsyncRequest
 from minipaged.engine.grouped_memory import pool_tokens
 from minipaged.errors import InvalidRequest, MinipagedError
 from minipaged.models.config import ModelConfig
-from minipaged.models.tokenizer import Tokenizer
+from minipaged.models.tokenizer import ChatOptions, Tokenizer
 from minipaged.outputs import RequestOutput, RequestUpdate
-from minipaged.params import EngineConfig, truncated
+from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams, truncated
 from minipaged.serve.answers import ChatAnswer, CompletionAnswer, Json, Prompt, Tokens
+from minipaged.serve.call_parsers import FAMILIES, ParserName, family_name
 from minipaged.serve.live.watch import Watch
 from minipaged.serve.metrics import Metrics
 from minipaged.serve.protocol import (
     COMPLETION_TOKENS,
+    REFUSED,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     Message,
     SamplingBody,
     TokenizeBody,
-    check_messages,
 )
+from minipaged.serve.response_bodies import ResponsesBody
+from minipaged.serve.responses import ResponseAnswer
+from minipaged.serve.settings import ServeSettings
+from minipaged.serve.tools import CallSource, Tools
 
 Result = TypeVar("Result")
 
@@ -81,20 +86,20 @@ class ServedEngine(Protocol):
 
 
 class Words(ABC):
-    """A served model, with its tokenizer and the names that clients use for it.
-
-    `trust_chat_templates`: whether a request may bring its own chat template, which is a program.
-    """
+    """A served model, with its tokenizer and the names that clients use for it."""
 
     watch: Watch | None = None
     """The source of the live page; None if the server has no page."""
     no_page = "the server was started with --no-page"
     """Why the server has no live page, if it has none."""
 
-    def __init__(self, allm: ServedEngine, names: Sequence[str], *, trust_chat_templates: bool = False) -> None:
+    def __init__(self, allm: ServedEngine, names: Sequence[str], settings: ServeSettings | None = None) -> None:
         self.allm = allm
         self.names = names
-        self._trust_chat_templates = trust_chat_templates
+        settings = settings or ServeSettings()
+        self._trust_chat_templates = settings.trust_request_chat_template
+        self._chat_template = settings.chat_template
+        self._parser = settings.tool_call_parser
         self._config = allm.llm.config
         self._bytes_of = lru_cache(self._config.vocab_size)(lambda token_id: self._tokenizer.token_bytes(token_id))
 
@@ -115,7 +120,7 @@ class Words(ABC):
     def warm_up(self) -> None:
         """Encode a conversation, which imports a library. Otherwise the first client would wait for that."""
         with suppress(Exception):  # a request for a chat will get the error
-            self._tokenizer.encode_chat([{"role": "user", "content": ""}])
+            self._tokenizer.encode_chat([{"role": "user", "content": ""}], chat_template=self._chat_template)
 
     async def completion(self, body: CompletionBody, answer_id: str, engine_id: str) -> CompletionAnswer:
         """Prepare the answer to a completion, with its requests for the engine. Raises InvalidRequest, UnknownModel."""
@@ -136,13 +141,56 @@ class Words(ABC):
         """Prepare the answer to a chat, with its request for the engine. Raises InvalidRequest, UnknownModel."""
         self.check_model(body.model)
         body.check()
-        token_ids = await self._encode_chat(body.messages, body)
+        tools = body.asked_tools()
+        token_ids = await self._encode_chat(body.messages, self._chat_options(body, tools))
         name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         max_tokens: int | None = getattr(body, name)
         prompts = [self._prompt(None, token_ids, body, max_tokens)]
         answer = ChatAnswer(answer_id, engine_id, self._name(body.model), body, prompts, self._tokens(body))
-        answer.params = [body.params(self._most(prompts[0], body, max_tokens, name, "messages"), body.prompt_logprobs)]
+        params = body.params(self._most(prompts[0], body, max_tokens, name, "messages"), body.prompt_logprobs)
+        if tools:
+            answer.call_source = await self._call_source(tools, body)
+            params = held_to(params, tools.schema_of_calls())
+        answer.params = [params]
         return answer
+
+    async def respond(self, body: ResponsesBody, answer_id: str, engine_id: str) -> ResponseAnswer:
+        """Prepare the answer to POST /v1/responses, with its request for the engine. Raises InvalidRequest and
+        UnknownModel."""
+        self.check_model(body.model)
+        body.check()
+        tools = body.asked_tools()
+        check_response_format(body.response_format())
+        conversation = body.read_input()
+        self._check_length(sum(map(num_characters, conversation.messages)), "input")
+        if conversation.calls:
+            await asyncio.to_thread(conversation.parse_calls)
+        options: ChatOptions = {"tools": tools.functions if tools else None, "chat_template": self._chat_template}
+        token_ids = await self._encode_chat(conversation.messages, options)
+        prompt = self._prompt(None, token_ids, body, body.max_output_tokens)
+        most = self._most(prompt, body, body.max_output_tokens, "max_output_tokens", "input")
+        params, source = body.params(most, None), None
+        if tools:
+            source = await self._call_source(tools, body)
+            params = held_to(params, tools.schema_of_calls())
+        tokens, name = self._tokens(body), self._name(body.model)
+        return ResponseAnswer(answer_id, engine_id, name, body, prompt, tokens, params, source)
+
+    async def _call_source(self, tools: Tools, body: SamplingBody) -> CallSource:
+        """Return the source of readers of tool calls. A marker that is a special token is not in the text, unless the
+        request asks for special tokens."""
+        parser = await self._parser_name()
+        hides = body.skip_special_tokens is not False and not tools.forced
+        ids, special = self._tokenizer.added_tokens, self._tokenizer.special_token_ids
+        stand_ins = FAMILIES[parser].stand_ins if hides else {}
+        hidden = {ids[marker]: each for marker, each in stand_ins.items() if ids.get(marker) in special}
+        return CallSource(tools, parser, hidden)
+
+    async def _parser_name(self) -> ParserName:
+        if self._parser == "auto":
+            template_text = partial(self._tokenizer.template_text, self._chat_template, for_tools=True)
+            self._parser = family_name(await asyncio.to_thread(template_text), self._tokenizer.added_tokens)
+        return self._parser
 
     async def tokenize(self, body: TokenizeBody) -> Json:
         """Return the tokens of a prompt or a conversation, in the form of vLLM's /tokenize."""
@@ -152,7 +200,7 @@ class Words(ABC):
             [tokens] = await self._encode([body.prompt], body.add_special_tokens)
         else:
             assert body.messages is not None
-            tokens = await self._encode_chat(body.messages, body)
+            tokens = await self._encode_chat(body.messages, self._chat_options(body, body.asked_tools()))
         names = [self._tokenizer.token_name(token) for token in tokens] if body.return_token_strs else None
         length = self._config.max_model_len
         return {"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": names}
@@ -227,20 +275,23 @@ class Words(ABC):
         encode = partial(self._tokenizer.encode, add_special_tokens=add_special_tokens is not False)
         return await self.allm.tokenizing(sum(map(len, texts)), lambda: list(map(encode, texts)))
 
-    async def _encode_chat(self, messages: Sequence[Message], body: ChatBody | TokenizeBody) -> list[int]:
+    def _chat_options(self, body: ChatBody | TokenizeBody, tools: Tools | None) -> ChatOptions:
+        """Return the options of the chat template. Raises InvalidRequest for a template that is not trusted."""
         if body.chat_template is not None and not self._trust_chat_templates:
             raise InvalidRequest(
                 "chat_template is refused: a template is a program; the server takes them with "
                 "--trust-request-chat-template"
             )
-        options: dict[str, Any] = {
-            "chat_template": body.chat_template,
+        return {
+            "chat_template": body.chat_template or self._chat_template,
+            "tools": tools.functions if tools else None,
             "add_generation_prompt": body.add_generation_prompt is not False,
             "continue_final_message": bool(body.continue_final_message),
             "chat_template_kwargs": body.chat_template_kwargs,
         }
-        check_messages(messages)
-        length = sum(len(str(message.get("content") or "")) for message in messages)
+
+    async def _encode_chat(self, messages: Sequence[Message], options: ChatOptions) -> list[int]:
+        length = sum(map(num_characters, messages))
         self._check_length(length, "messages")
         encode = partial(self._tokenizer.encode_chat, messages, **options)
         if length <= LONG_TEXT:
@@ -305,6 +356,29 @@ class Words(ABC):
         return Tokens(self._bytes_of, places, shown, decode_all, bool(body.return_tokens_as_token_ids))
 
 
+def num_characters(message: Message) -> int:
+    """Return the length of what a template writes of a message: its content, and the arguments of its calls."""
+    calls = message.get("tool_calls") or ()
+    return len(str(message.get("content") or "")) + sum(len(str(call["function"].get("arguments"))) for call in calls)
+
+
+def check_response_format(given: Json | None) -> None:
+    """Raise InvalidRequest for a response format other than plain text."""
+    if given is not None:
+        raise InvalidRequest(f"text.format is not supported: {REFUSED['response_format']}")
+
+
+def held_to(params: SamplingParams | BeamSearchParams, schema: Json | None) -> SamplingParams | BeamSearchParams:
+    """Return the parameters with which the output is held to a JSON schema; the same ones if it is None. Raises
+    InvalidRequest."""
+    if schema is None:
+        return params
+    raise InvalidRequest(
+        'tool_choice is not supported yet with "required" or a named tool, because the output cannot be held to a '
+        'schema; send "auto", and ask for the call in a message'
+    )
+
+
 class LocalModel(Words):
     """A model whose engine is in this process.
 
@@ -314,9 +388,9 @@ class LocalModel(Words):
     allm: AsyncLLM
 
     def __init__(
-        self, allm: AsyncLLM, names: Sequence[str], *, trust_chat_templates: bool = False, page: bool = False
+        self, allm: AsyncLLM, names: Sequence[str], settings: ServeSettings | None = None, *, page: bool = False
     ) -> None:
-        super().__init__(allm, names, trust_chat_templates=trust_chat_templates)
+        super().__init__(allm, names, settings)
         self.metrics = Metrics(names[0], self._config)
         allm.observers.append(self.metrics)
         self.watch = Watch.of(allm.llm.engine) if page else None

@@ -9,6 +9,7 @@ from typing import Literal
 
 from minipaged.errors import InvalidRequest
 from minipaged.params import check, setting
+from minipaged.serve.call_parsers import ParserName
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s*A-Z]+|\*|null")
 LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
@@ -35,6 +36,10 @@ class ServeSettings:
     """Seconds that running requests have to finish after a first SIGTERM or Ctrl-C."""
     cors_origin: Sequence[str] = ()
     """Origin of web pages that may call the server, e.g. https://example.org, or * for all."""
+    chat_template: str | None = None
+    """Jinja chat template that replaces the model's."""
+    tool_call_parser: Literal["auto", ParserName] = "auto"
+    """How the model writes tool calls: hermes, llama3_json or mistral; auto finds out by its chat template."""
     trust_request_chat_template: bool = False
     """Let requests bring their own chat template, which is a program."""
     log_level: LogLevel = "info"

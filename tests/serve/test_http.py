@@ -420,9 +420,9 @@ def test_where_the_pool_bounds_a_sequence_it_is_said(tiny: LoadedModel) -> None:
     [
         (
             {"role": "assistant", "tool_calls": [{}], "content": None},
-            'messages[0] has "tool_calls": minipaged calls no',
+            "messages[0].tool_calls[0] must be a call",
         ),
-        ({"role": "tool", "content": "x"}, 'messages[0] has the role "tool": minipaged calls no tools'),
+        ({"role": "tool", "content": "x"}, 'messages[0] has no "tool_call_id"'),
         ({"role": "user", "content": None}, 'messages[0] has no "content"'),
         ({"content": "x"}, 'messages[0] has no "role"'),
         ({"role": "user", "content": [{"type": "image_url"}]}, 'messages[0]: a part of a "content" is'),
@@ -465,7 +465,7 @@ def test_what_asks_for_nothing_is_let_pass(server: Served) -> None:
         ("prediction", {"type": "content", "content": "x"}),
         ("service_tier", "flex"),
         ("store", True),
-        ("tool_choice", "required"),
+        ("function_call", {"name": "f"}),
         ("verbosity", "low"),
     ],
 )

@@ -29,6 +29,8 @@ from minipaged.steps import CopyPair, StepInput
 
 Logits = Any
 """An array [rows, vocab_size], of the type that its tier uses. The engine passes it on and never looks inside."""
+TokenBits = Any
+"""A NumPy array [ceil(vocab_size / 32)] uint32: bit `t & 31` of word `t >> 5` says whether token t may be chosen."""
 
 
 # --- The block allocator --------------------------------------------------------------------------
@@ -303,6 +305,9 @@ class SamplingInput:
     """Tokens that must not be chosen: they would end the sequence before `min_tokens`, or complete a bad word."""
     num_pending: int = 0
     """The number of tokens after `output_token_ids` that are still being chosen; 0 if a penalty needs to know them."""
+    allowed: TokenBits | None = None
+    """The tokens that a grammar allows next; None allows all. Tokens beyond the bits are forbidden. The array may
+    change from step to step: each step reads it anew."""
 
     @property
     def position(self) -> int:

@@ -14,6 +14,7 @@ from numbers import Integral
 
 from minipaged.contracts import BeamSearch
 from minipaged.engine.detokenizer import Decode, Detokenizer, Encode, naming_failures
+from minipaged.engine.grammar import Compile
 from minipaged.engine.grouped_memory import pool_tokens
 from minipaged.engine.memory import AllocStatus, Memory
 from minipaged.engine.policies import looks_at_priority
@@ -45,6 +46,7 @@ class Arrivals:
         decode: Decode | None,
         encode: Encode | None,
         clock: Callable[[], float],
+        compile_grammar: Compile | None = None,
     ) -> None:
         self._config = config
         self._beam_search = beam_search
@@ -55,6 +57,7 @@ class Arrivals:
         self._decode = naming_failures(decode) if decode else None
         self._encode = encode
         self._clock = clock
+        self._compile_grammar = compile_grammar
         self._random = random.Random(config.seed)
 
     def make(
@@ -117,6 +120,10 @@ class Arrivals:
             request.prompt_logprobs = []
         if params.num_likeliest is not None:
             sequence.logprobs = []
+        if params.structured_outputs is not None:
+            if self._compile_grammar is None:
+                raise InvalidRequest("structured_outputs need a tokenizer, and this engine has none; leave them out")
+            sequence.grammar = self._compile_grammar(params.structured_outputs).begin(request.final_token_ids)
         if self._decode_as and not params.skip_special_tokens:
             shown = {} if params.spaces_between_special_tokens else {"spaces_between_special_tokens": False}
             request.decode = naming_failures(partial(self._decode_as, skip_special_tokens=False, **shown))

@@ -96,6 +96,10 @@ class CheckedMirror(Mirror):
             forbidden = sequence.sampling.forbidden_after(sequence.output_token_ids, row.stop - sequence.num_tokens)
             if given.output_token_ids is not sequence.output_token_ids or given.seed != sequence.sampling.seed:
                 self._differs(f"the sampling inputs for sequence {row.sequence} are those of another sequence")
+            if engine_allows(self._runner.engine, row.sequence) != (
+                given.allowed is not None and given.allowed.tobytes()
+            ):
+                self._differs(f"sequence {row.sequence} chooses among other tokens than its grammar allows")
             if (given.position, given.forbidden_token_ids) != (row.stop, forbidden):
                 self._differs(
                     f"sequence {row.sequence} chooses a token for position {given.position} instead of {row.stop}"
@@ -142,6 +146,14 @@ class CheckedMirror(Mirror):
 
     def _differs(self, message: str) -> NoReturn:
         raise InvariantViolation(Invariant.CONTENT, message)
+
+
+def engine_allows(engine: Engine | None, number: int) -> bytes | bool:
+    """The tokens that the engine allows for a running sequence, as bits; False if it has no grammar."""
+    running = () if engine is None else engine.scheduler.running
+    found = (one.grammar for request in running for one in request.sequences if one.sequence_id == number)
+    grammar = next(found, None)
+    return grammar.bits if grammar else False
 
 
 def _held_on_host(engine: Engine, block: int) -> bool:

@@ -306,8 +306,8 @@ class SamplingInput:
     num_pending: int = 0
     """The number of tokens after `output_token_ids` that are still being chosen; 0 if a penalty needs to know them."""
     allowed: TokenBits | None = None
-    """The tokens that a grammar allows next; None allows all. Tokens beyond the bits are forbidden. The array may
-    change from step to step: each step reads it anew."""
+    """The tokens that a grammar allows next; None allows all. Tokens beyond the bits are forbidden. The array's content
+    may change from step to step: each step reads it anew."""
 
     @property
     def position(self) -> int:
@@ -317,12 +317,13 @@ class SamplingInput:
     @property
     def leaves_logits_alone(self) -> bool:
         """Whether the request changes no logit before the token is chosen."""
-        return not len(self.forbidden_token_ids) and not self.params.changes_logits
+        return self.allowed is None and not len(self.forbidden_token_ids) and not self.params.changes_logits
 
     @property
     def ruled_out_by(self) -> list[str]:
         """The names of the request's fields that rule out tokens for this choice."""
-        names = ["allowed_token_ids"] if self.params.allowed_token_ids is not None else []
+        names = ["structured_outputs"] if self.allowed is not None else []
+        names += ["allowed_token_ids"] if self.params.allowed_token_ids is not None else []
         if len(self.forbidden_token_ids):
             forbidding = ["bad_words"] if self.params.bad_words else []
             if self.position - len(self.prompt_token_ids) < self.params.min_tokens:

@@ -3,8 +3,8 @@
 Sequences of one request that are sampled in parallel (paper, section 4.4 and Fig. 8) differ only in what is drawn here.
 Everything before their first difference is held in the same blocks. For each token, in vLLM's order:
 
-1. the logits of forbidden tokens become minus infinity: all tokens but `allowed_token_ids`, those that complete a bad
-   word, and those that would end the sequence before `min_tokens`. Then `logit_bias` is added;
+1. the logits of forbidden tokens become minus infinity: all that a grammar does not allow, all but `allowed_token_ids`,
+   those that complete a bad word, those that would end the sequence before `min_tokens`. Then `logit_bias` is added;
 2. penalties: repetition (tokens of prompt and output), then frequency and presence (tokens of the output);
 3. temperature 0: the token with the largest logit, the lowest id on ties. Done;
 4. otherwise divide by the temperature and keep the tokens at or above a threshold: `min_p`, then `top_k`, then `top_p`,
@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minipaged.contracts import Sampled, SamplingInput, why_no_peak, why_nothing_left
+from minipaged.contracts import Sampled, SamplingInput, TokenBits, why_no_peak, why_nothing_left
 from minipaged.errors import BadLogits
 from minipaged.params import SamplingParams
 
@@ -125,6 +125,8 @@ def penalise(logits: FloatArray, wanted: SamplingInput) -> FloatArray:
     """Return a float64 copy of `logits` [vocab] with forbidden tokens ruled out, and bias and penalties applied."""
     params = wanted.params
     penalised = logits.astype(np.float64)  # [vocab]
+    if wanted.allowed is not None:
+        penalised[~is_allowed(wanted.allowed, len(logits))] = -np.inf
     if params.allowed_token_ids is not None:
         penalised[np.isin(np.arange(len(logits)), params.allowed_token_ids, invert=True)] = -np.inf
     penalised[list(wanted.forbidden_token_ids)] = -np.inf
@@ -137,6 +139,12 @@ def penalise(logits: FloatArray, wanted: SamplingInput) -> FloatArray:
     generated, times = np.unique(np.array(wanted.output_token_ids, dtype=np.int64), return_counts=True)  # [generated]
     penalised[generated] -= params.frequency_penalty * times + params.presence_penalty
     return penalised
+
+
+def is_allowed(bits: TokenBits, vocab: int) -> NDArray[np.bool_]:
+    """Return whether each token may be chosen, [vocab]. The bits start at the lowest one of the first word."""
+    known = np.unpackbits(bits.astype("<u4").view(np.uint8), bitorder="little")[:vocab]  # [at most vocab], 0 or 1
+    return np.pad(known, (0, vocab - len(known))).astype(bool)
 
 
 @dataclass(frozen=True, slots=True)

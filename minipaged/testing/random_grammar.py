@@ -10,7 +10,7 @@ from minipaged.params import StructuredOutputsParams
 
 
 class RandomGrammar:
-    """The grammar that a text names. It allows about half of the tokens at each place, and an end at a third of them."""
+    """The grammar that a text names. It allows about half of the tokens at each place, and an end at some of them."""
 
     def __init__(self, form: StructuredOutputsParams, vocab_size: int) -> None:
         self.name = form.grammar

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from numpy.typing import NDArray
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -27,6 +28,7 @@ from minipaged.reference.sampling import (
     FloatArray,
     distribution,
     gather_logprobs,
+    is_allowed,
     largest,
     penalise,
     philox,
@@ -75,6 +77,15 @@ def sampling_params(draw: st.DrawFn, /, **fixed: Any) -> SamplingParams:
     return SamplingParams(**(chosen | fixed))
 
 
+def as_bits(token_ids: Iterable[int], num_words: int = 1) -> NDArray[np.uint32]:
+    """The bits [num_words] of these tokens; those past the last word are left out."""
+    words = [0] * num_words
+    for token in token_ids:
+        if token < 32 * num_words:
+            words[token // 32] |= 1 << token % 32
+    return np.array(words, dtype=np.uint32)
+
+
 @st.composite
 def sampling_inputs(draw: st.DrawFn, /, rows: int, **fixed: Any) -> SamplingInput:
     return SamplingInput(
@@ -85,13 +96,15 @@ def sampling_inputs(draw: st.DrawFn, /, rows: int, **fixed: Any) -> SamplingInpu
         seed=draw(seeds),
         stream=draw(st.integers(0, 7)),
         forbidden_token_ids=draw(st.just(()) | st.sets(st.integers(0, VOCAB - 1), max_size=VOCAB - 1).map(tuple)),
+        allowed=draw(st.none() | st.sets(st.integers(0, 31)).map(as_bits)),  # bits past the last token mean nothing
     )
 
 
 def may_be_chosen(wanted: SamplingInput) -> set[int]:
-    """The tokens that neither the request's parameters nor its place rule out."""
-    allowed = wanted.params.allowed_token_ids
-    return set(range(VOCAB) if allowed is None else allowed) - set(wanted.forbidden_token_ids)
+    """The tokens that neither the request's parameters nor its grammar nor its place rule out."""
+    allowed, bits = wanted.params.allowed_token_ids, wanted.allowed
+    possible = set(range(VOCAB) if allowed is None else allowed) - set(wanted.forbidden_token_ids)
+    return {token for token in possible if bits is None or int(bits[0]) >> token & 1}
 
 
 def one(logits: FloatArray, params: SamplingParams, **fields: Any) -> Sampled:
@@ -186,6 +199,21 @@ def test_a_token_that_is_not_allowed_is_never_chosen(logits: FloatArray, inputs:
             assert sampled.token_id in possible
         else:
             assert (sampled.error or "").startswith("the request leaves no token to choose: ")
+
+
+@given(st.integers(1, 100), st.sets(st.integers(0, 127)), st.integers(0, 4))
+def test_a_bit_for_each_token_says_whether_it_may_be_chosen(vocab: int, tokens: set[int], num_words: int) -> None:
+    """Bits past the last token mean nothing, and tokens past the last bit are forbidden."""
+    found = is_allowed(as_bits(tokens, num_words), vocab)
+    assert found.shape == (vocab,)
+    assert set(np.flatnonzero(found).tolist()) == {token for token in tokens if token < min(vocab, 32 * num_words)}
+
+
+def test_a_grammar_that_leaves_nothing_is_named_with_what_else_rules_tokens_out() -> None:
+    logits, params = np.zeros((1, VOCAB)), SamplingParams(temperature=0, allowed_token_ids=[5])
+    error = "the request leaves no token to choose: structured_outputs and allowed_token_ids together rule out "
+    assert (one(logits, params, allowed=as_bits([3])).error or "").startswith(error)
+    assert one(logits, params, allowed=as_bits([3, 5])).token_id == 5
 
 
 def test_a_bias_is_added_before_the_penalties_and_brings_no_forbidden_token_back() -> None:

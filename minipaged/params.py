@@ -231,7 +231,7 @@ class StructuredOutputsParams:
     @property
     def num_characters(self) -> int:
         """The length of the given form."""
-        return sum(map(len, (self.json or "", self.regex or "", self.grammar or "", *(self.choice or ()))))  # type: ignore[arg-type]
+        return sum(map(len, (self.json or "", self.regex or "", self.grammar or "", *(self.choice or ()))))
 
 
 def _json_text(schema: Mapping[str, Any]) -> str:

@@ -81,7 +81,10 @@ def structured(seed: int) -> Workload:
             request = replace(request, params=replace(params, **more))
         requests.append(request)
     config = replace(
-        workload.config, async_scheduling=r.random() < 0.4, pipeline_parallel_size=r.choice([1, 1, 1, 2, 3])
+        workload.config,
+        num_blocks=max(1, round(workload.config.num_blocks * r.choice([0.6, 0.8, 1]))),  # outputs may end sooner
+        async_scheduling=r.random() < 0.4,
+        pipeline_parallel_size=r.choice([1, 1, 1, 2, 3]),
     )
     return replace(workload, requests=tuple(requests), config=config)
 

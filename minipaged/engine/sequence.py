@@ -40,8 +40,9 @@ class RequestState(Enum):
 class SequenceGrammar(Protocol):
     """How far a sequence's output has come in its grammar (`grammar.py`)."""
 
-    bits: bytes
-    """The tokens that may come next, as in `steps.AllowedTokens`."""
+    @property
+    def bits(self) -> bytes:
+        """The tokens that may come next, as in `steps.AllowedTokens`."""
 
     def consume(self, token_id: int) -> bool:
         """Go on by one token, which is none of the final ones. Returns whether the output ends with it, because the

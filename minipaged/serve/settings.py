@@ -37,6 +37,8 @@ class ServeSettings:
     """Origin of web pages that may call the server, e.g. https://example.org, or * for all."""
     trust_request_chat_template: bool = False
     """Let requests bring their own chat template, which is a program."""
+    structured_output_backend: Literal["auto", "guidance"] = "auto"
+    """Library that holds outputs to a schema or grammar. There is one, llguidance, and both names mean it."""
     log_level: LogLevel = "info"
     """Log level: critical, error, warning, info, debug or trace; info logs each request."""
 

@@ -28,7 +28,7 @@ class RandomState:
         r = random.Random(f"{grammar.name} {self._output}")
         tokens = range(grammar.vocab_size)
         going_on = {token for token in tokens if r.random() < 0.5} - final
-        may_end, must_end = r.random() < 0.3, len(output) > 0 and r.random() < 0.1
+        may_end, must_end = r.random() < 0.2, len(output) > 0 and r.random() < 0.03
         if must_end:
             may_end, going_on = True, set()
         elif not going_on:

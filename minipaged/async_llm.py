@@ -32,11 +32,11 @@ from typing import NamedTuple, Protocol, TypeVar, Unpack
 from uuid import uuid4
 
 from minipaged.api.prompts import Prompt
+from minipaged.engine.grammar import Grammar
 from minipaged.engine.stats import Stats
 from minipaged.errors import EngineDead, InvalidRequest, MinipagedError, QueueFull, ShuttingDown
 from minipaged.events import Listener
 from minipaged.llm import LLM, Params
-from minipaged.models.grammars import Grammar
 from minipaged.outputs import CompletionUpdate, RequestOutput, RequestUpdate
 from minipaged.params import SamplingParams, StructuredOutputsParams
 from minipaged.setup.loaded_model import LoadedModel, check_before_loading

@@ -224,8 +224,8 @@ class StructuredOutputsParams:
         )
         _require(
             self.num_characters <= MOST_GRAMMAR_CHARACTERS,
-            f"the {given[0]} of structured_outputs has {self.num_characters:,} characters; "
-            f"{MOST_GRAMMAR_CHARACTERS:,} are the most: give a smaller one",
+            f"structured_outputs has {self.num_characters:,} characters of {given[0]}; {MOST_GRAMMAR_CHARACTERS:,} are "
+            "the most: give a smaller one",
         )
 
     @property

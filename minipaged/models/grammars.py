@@ -46,22 +46,22 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._special = {token for token in (*tokenizer.special_token_ids, *end_token_ids) if token < vocab_size}
         self._lock = Lock()
-        self._kept: OrderedDict[StructuredOutputsParams, Grammar] = OrderedDict()
+        self._kept: OrderedDict[StructuredOutputsParams, CompiledGrammar] = OrderedDict()
         self._num_characters = 0  # of the forms in `_kept`
-        self._used: WeakValueDictionary[StructuredOutputsParams, Grammar] = WeakValueDictionary()
+        self._used: WeakValueDictionary[StructuredOutputsParams, CompiledGrammar] = WeakValueDictionary()
 
-    def compile(self, form: StructuredOutputsParams) -> Grammar:
+    def compile(self, form: StructuredOutputsParams) -> CompiledGrammar:
         """Return the compiled grammar. Raises InvalidRequest, with the library's words, if it cannot do this form."""
         return self.compiled(form) or self._keep(form, self._compile(form))
 
-    def compiled(self, form: StructuredOutputsParams) -> Grammar | None:
+    def compiled(self, form: StructuredOutputsParams) -> CompiledGrammar | None:
         """Return the grammar if it has been compiled, and is still kept or in use."""
         with self._lock:
             if form in self._kept:
                 self._kept.move_to_end(form)
             return self._used.get(form)
 
-    def _keep(self, form: StructuredOutputsParams, grammar: Grammar) -> Grammar:
+    def _keep(self, form: StructuredOutputsParams, grammar: CompiledGrammar) -> CompiledGrammar:
         with self._lock:
             if form not in self._kept:
                 self._num_characters += form.num_characters
@@ -71,7 +71,7 @@ class GrammarCompiler:
                 self._num_characters -= dropped.num_characters
         return grammar
 
-    def _compile(self, form: StructuredOutputsParams) -> Grammar:
+    def _compile(self, form: StructuredOutputsParams) -> CompiledGrammar:
         library = self._library
         try:
             matcher = library.LLMatcher(self._ll_tokenizer, _as_lark(library, form), log_level=0, limits=self._limits)
@@ -83,7 +83,7 @@ class GrammarCompiler:
             wrong = matcher.get_error()
         if wrong:
             raise InvalidRequest(f"structured_outputs cannot be followed: {_plain(wrong)}; change or simplify it")
-        return Grammar(matcher, first, self._vocab_size, self._special)
+        return CompiledGrammar(matcher, first, self._vocab_size, self._special)
 
     @cached_property
     def _library(self) -> Any:
@@ -114,7 +114,7 @@ MOST_LEXER_STATES = 50_000
 """The number of states in which the lexer of one sequence may be, at about 2 kB each."""
 
 
-class Grammar:
+class CompiledGrammar:
     """A compiled grammar."""
 
     def __init__(self, matcher: LLMatcher, first: int, vocab_size: int, special_token_ids: Collection[int]) -> None:

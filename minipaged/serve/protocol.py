@@ -146,7 +146,7 @@ Schema = Annotated[dict[str, Any] | str, AfterValidator(_as_text)]
 Structure = Annotated[dict[str, Any], AfterValidator(_with_schema_as_text)]
 """The fields of `StructuredOutputsParams`."""
 GUIDED = ("json", "regex", "choice", "grammar", "whitespace_pattern")
-"""The same under vLLM's older names, as guided_json and so on."""
+"""The fields that also have vLLM's older names: guided_json and so on."""
 
 
 class JsonSchema(_Body):
@@ -242,8 +242,8 @@ class SamplingBody(_Body):
                 raise InvalidRequest(f"{name} has no meaning with use_beam_search, which does not sample; leave it out")
         if self.form and self.use_beam_search:
             raise InvalidRequest(
-                "structured outputs (response_format, structured_outputs) have no meaning with use_beam_search, whose "
-                "beams follow no grammar; leave one of them out"
+                "structured_outputs and response_format have no meaning with use_beam_search, whose beams follow no "
+                "grammar; leave one of them out"
             )
 
     @property
@@ -256,11 +256,11 @@ class SamplingBody(_Body):
         """The form that the output must have; None for any. Raises InvalidRequest."""
         old = {name: value for name in GUIDED if (value := getattr(self, f"guided_{name}")) is not None}
         asked = {
-            "response_format": self.response_format and self.response_format.form(),
             "structured_outputs": self.structured_outputs,
-            "the guided_ fields": old,
+            "response_format": (self.response_format and self.response_format.form()) or None,
+            "the guided_ fields": old or None,
         }
-        given = {name: form for name, form in asked.items() if form}
+        given = {name: form for name, form in asked.items() if form is not None}
         if len(given) > 1:
             raise InvalidRequest(f"{' and '.join(given)} are given, and each says what the output must be; give one")
         for form in given.values():

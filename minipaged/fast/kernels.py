@@ -331,6 +331,23 @@ class SamplingKernels(Protocol):
         id is that of the first NaN. `log_total` is valid only if the peak is finite.
         """
 
+    def likeliest_allowed(self, logits: Tensor, rows: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return for each input i the likeliest token of row rows[i] of `logits` among those that allowed[i] allows,
+        its logit, and the peak and log_total of the whole row (see `argmax_logsumexp`).
+
+        rows: [inputs] int64. allowed: [inputs, ceil(vocab / 32)] int32; bit `t & 31` of word `t >> 5` says whether
+        token t is allowed, and bits past the last token mean nothing.
+
+        Returns token_ids [inputs] int64, their logits [inputs] float64 (-inf if no token is left; the id is then any),
+        peaks [inputs] float64, log_totals [inputs] float64. Ties go to the lowest id. For a row that holds NaN, the
+        peak is NaN, and the id is that of the first NaN, whether allowed or not.
+        """
+
+    def allowed_only(self, table: Tensor, rows: Tensor, allowed: Tensor) -> None:
+        """Set the logits of the tokens that are not allowed to minus infinity: in row rows[i] of `table` [n, vocab]
+        float64, those that allowed[i] does not allow. `rows` and `allowed` are those of `likeliest_allowed`; no row
+        occurs twice."""
+
     def draw(
         self,
         logits: Tensor,

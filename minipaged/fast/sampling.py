@@ -10,12 +10,12 @@ and the result is one token and one log-probability per sequence. So
   end, in results that the host receives anyway;
 - the host does not wait for the device: `sample` returns while the results are still on their way, and the first access
   waits for them (`Samples`). The next batch need not wait, because it reads the tokens on the device;
-- an input that is greedy and has no penalties, the commonest kind, costs one read of its row (`argmax_logsumexp`) and
-  no float64 copy;
-- a row or a distribution that several inputs share is computed once. Only inputs with penalties or forbidden tokens
-  need their own row.
+- an input that is greedy and has no penalties, the commonest kind, costs one read of its row (`argmax_logsumexp`, or
+  `likeliest_allowed` with a grammar) and no float64 copy;
+- a row or a distribution that several inputs share is computed once. Only inputs with penalties or forbidden tokens,
+  and those that draw with a grammar, need their own row.
 
-The two functions that read whole rows are kernels (`kernels.SamplingKernels`).
+The functions that read whole rows are kernels (`kernels.SamplingKernels`).
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class Choosing:
     """The sampling plan of a batch: computed once, and used again while the inputs stay the same.
 
     The parameters of the inputs then stay on the device. A later step sends only the random numbers, which depend on
-    the inputs' positions, and the changes for inputs that need their own row. (An input's position advances with its
-    output: `Mirror.sampling_inputs`.)
+    the inputs' positions, the tokens that grammars allow, and the changes for inputs that need their own row. (An
+    input's position advances with its output: `Mirror.sampling_inputs`.)
     """
 
     def __init__(self, inputs: Sequence[SamplingInput], device: torch.device, vocab: int) -> None:
@@ -99,11 +99,22 @@ class Choosing:
         rows = [wanted.row for wanted in inputs]
         self._in_order = rows == list(range(len(inputs)))  # input i uses row i
         self._all_greedy = all(_is_plainly_greedy(wanted) for wanted in inputs)
-        if self._all_greedy and self._in_order:
+        in_grammar = [index for index, wanted in enumerate(inputs) if wanted.allowed is not None]
+        self._in_grammar: list[SamplingInput] = []  # the inputs whose allowed tokens are sent at each step
+        if self._all_greedy and self._in_order and not in_grammar:
             return  # the commonest batch: it sends nothing
+        altered = [index for index, wanted in enumerate(inputs) if _needs_own_row(wanted)]
+        own_rows = set(altered)
+        restricted = [index for index in in_grammar if index not in own_rows]
+        if self._all_greedy and in_grammar:
+            restricted = list(range(len(inputs)))  # one kernel does all
+        self._in_grammar = [inputs[index] for index in restricted]
+        self._in_grammar += [inputs[index] for index in altered if inputs[index].allowed is not None]
         self._lookups = lookups = _Lookups(
             rows=rows,
-            altered=[index for index, wanted in enumerate(inputs) if not wanted.leaves_logits_alone],
+            restricted=restricted,
+            restricted_rows=[rows[index] for index in restricted],
+            altered=altered,
             ranked=sorted({wanted.row for wanted in inputs if wanted.params.num_likeliest}),
             given_rows=[wanted.row for wanted in inputs for _ in wanted.params.logprob_token_ids],
             given_tokens=[token_id for wanted in inputs for token_id in wanted.params.logprob_token_ids],
@@ -113,8 +124,7 @@ class Choosing:
         self._tells_others = any(
             wanted.params.logprobs is not None or wanted.params.logprob_token_ids for wanted in inputs
         )
-        altered = set(lookups.altered)
-        plain = [(index, row) for index, row in enumerate(rows) if index not in altered]
+        plain = [(index, row) for index, row in enumerate(rows) if index not in own_rows]
         self._draws = _Drawing(plain, inputs, device, vocab, self._kernels)
         of_table = [(index, row) for row, index in enumerate(lookups.altered)]
         self._altered_draws = _Drawing(of_table, inputs, device, vocab, self._kernels)
@@ -130,6 +140,11 @@ class Choosing:
         if not is_gpu(logits.device) and logits.dtype != torch.float64:
             logits = logits.float()  # holds all float16 and bfloat16 values exactly; the compiled loops support neither
         kernels, inputs = self._kernels, self.inputs
+        allowed = send_allowed(logits, self._in_grammar) if self._in_grammar else None
+        if self._all_greedy and allowed is not None:
+            best = kernels.likeliest_allowed(logits, self._sent.restricted_rows, allowed)  # [inputs] each
+            arriving = Arriving(*best)
+            return Samples(best[0], lambda: _likeliest_allowed(inputs, *arriving.arrays()))
         raw = kernels.argmax_logsumexp(logits)  # [rows] each
         rows = slice(len(inputs)) if self._in_order else self._sent.rows
         likeliest, peaks, log_totals = (each[rows] for each in raw)  # [inputs] each
@@ -140,9 +155,13 @@ class Choosing:
         sent, lookups = self._sent, self._lookups
         token_ids = likeliest.clone()  # [inputs]
         self._draws.put_into(token_ids, logits, raw[1])
-        altered_peaks = peaks[:0]
+        restricted_peaks, altered_peaks = peaks[:0], peaks[:0]
+        if lookups.restricted and allowed is not None:
+            first, allowed = allowed[: len(lookups.restricted)], allowed[len(lookups.restricted) :]
+            best = kernels.likeliest_allowed(logits, sent.restricted_rows, first)  # [restricted] each
+            token_ids[sent.restricted], restricted_peaks, *_ = best
         if lookups.altered:
-            table = penalise(logits, [inputs[index] for index in lookups.altered])  # [altered, vocab]
+            table = penalise(logits, [inputs[index] for index in lookups.altered], allowed)  # [altered, vocab]
             token_ids[sent.altered], altered_peaks, _ = kernels.argmax_logsumexp(table)  # [altered]
             self._altered_draws.put_into(token_ids, table, altered_peaks)
 
@@ -161,6 +180,7 @@ class Choosing:
             given_logprobs=given_logprobs,
             likeliest=likeliest,
             peaks=peaks,
+            restricted_peaks=restricted_peaks,
             altered_peaks=altered_peaks,
         )
         arriving = Arriving(*results)
@@ -171,7 +191,9 @@ class Choosing:
             sampled = [Sampled(token_id, logprob, None) for token_id, logprob in chosen]
             if self._tells_others:
                 _tell_others(sampled, inputs, lookups.ranked, found)
-            return _without_bad(sampled, inputs, lookups.altered, found.likeliest, found.peaks, found.altered_peaks)
+            changed = [*lookups.restricted, *lookups.altered]
+            own_peaks = np.concatenate((found.restricted_peaks, found.altered_peaks))
+            return _without_bad(sampled, inputs, changed, found.likeliest, found.peaks, own_peaks)
 
         return Samples(token_ids, fetch)
 
@@ -180,6 +202,8 @@ class _Lookups(NamedTuple, Generic[Column]):
     """The rows, inputs and tokens that `sample` looks up."""
 
     rows: Column  # [inputs], each input's row of the logits
+    restricted: Column  # [restricted], greedy inputs to which only a grammar applies; in an all-greedy batch, all
+    restricted_rows: Column  # [restricted], their rows
     altered: Column  # [altered], inputs that need their own row
     ranked: Column  # [ranked], rows whose likeliest tokens are requested
     given_rows: Column  # [given], rows of the tokens that are requested by id
@@ -196,6 +220,7 @@ class _Results(NamedTuple, Generic[Column]):
     given_logprobs: Column  # [given]
     likeliest: Column  # [inputs], of the raw logits
     peaks: Column  # [inputs], of the raw logits
+    restricted_peaks: Column  # [restricted]
     altered_peaks: Column  # [altered]
 
 
@@ -232,7 +257,13 @@ def gather_logprobs(logits: Tensor, token_ids: Sequence[int], num_logprobs: int)
 
 def _is_plainly_greedy(wanted: SamplingInput) -> bool:
     params = wanted.params
-    return params.temperature == 0 and params.num_likeliest is None and wanted.leaves_logits_alone
+    return params.temperature == 0 and params.num_likeliest is None and not _needs_own_row(wanted)
+
+
+def _needs_own_row(wanted: SamplingInput) -> bool:
+    """Whether the logits are copied for this input. A grammar alone needs no copy if the input is greedy."""
+    others = len(wanted.forbidden_token_ids) > 0 or wanted.params.changes_logits
+    return others or (wanted.allowed is not None and wanted.params.temperature > 0)
 
 
 def _likeliest(
@@ -245,6 +276,21 @@ def _likeliest(
     chosen = zip(likeliest.tolist(), (-log_totals).tolist(), strict=True)
     sampled = [Sampled(token_id, logprob, None) for token_id, logprob in chosen]
     return _without_bad(sampled, inputs, (), likeliest, peaks, peaks[:0])
+
+
+def _likeliest_allowed(
+    inputs: Sequence[SamplingInput],
+    token_ids: NDArray[np.int64],
+    logits: NDArray[np.float64],
+    peaks: NDArray[np.float64],
+    log_totals: NDArray[np.float64],
+) -> list[Sampled]:
+    """Return the likeliest allowed token of each input. For batches with grammars and without any other request."""
+    with np.errstate(invalid="ignore"):  # of infinite logits, which are no numbers to report
+        logprobs = logits - peaks - log_totals
+    chosen = zip(token_ids.tolist(), logprobs.tolist(), strict=True)
+    sampled = [Sampled(token_id, logprob, None) for token_id, logprob in chosen]
+    return _without_bad(sampled, inputs, range(len(inputs)), token_ids, peaks, logits)
 
 
 def _tell_others(
@@ -263,12 +309,13 @@ def _tell_others(
             one.top_logprobs = dict(rankings.get(wanted.row, [])[: wanted.params.logprobs]) | chosen
 
 
-def penalise(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
+def penalise(logits: Tensor, inputs: Sequence[SamplingInput], allowed: Tensor | None = None) -> Tensor:
     """Return a row in float64 for each input [inputs, vocab], after the restriction to allowed tokens, bias and
-    penalties.
+    penalties. `allowed`: what `send_allowed` returns for those inputs that have a grammar; None if there are none.
 
     The changes are collected as (place, token) pairs over all inputs, and each rule is applied in one operation.
     """
+    in_grammar = [number for number, wanted in enumerate(inputs) if wanted.allowed is not None]
     limited = [number for number, wanted in enumerate(inputs) if wanted.params.allowed_token_ids is not None]
     listed = _Rules(*(_PairList() for _ in _Rules._fields))
     for number, wanted in enumerate(inputs):
@@ -283,11 +330,12 @@ def penalise(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
             listed.seen.add(number, seen, params.repetition_penalty)
         tokens, times = np.unique(output, return_counts=True)  # [generated]
         listed.generated.add(number, tokens, params.frequency_penalty * times + params.presence_penalty)
-    [rows, only], *sent = send_records(
-        logits.device, [[wanted.row for wanted in inputs], limited], *(pairs.joined() for pairs in listed)
-    )
+    numbers = ([wanted.row for wanted in inputs], in_grammar, limited)
+    [rows, restricted, only], *sent = send_records(logits.device, numbers, *(pairs.joined() for pairs in listed))
     rules = _Rules(*(_Pairs(*columns) for columns in sent))
     table = logits[rows].double()  # [inputs, vocab]
+    if allowed is not None and in_grammar:
+        kernels_for(logits.device).allowed_only(table, restricted, allowed)
     held = table[rules.allowed.where]  # [allowed]
     table.index_fill_(0, only, -math.inf)
     table[rules.allowed.where] = held
@@ -482,6 +530,22 @@ def send(device: torch.device, *arrays: Sequence[Any] | NDArray[Any]) -> list[Te
     ]
 
 
+def send_allowed(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
+    """Copy the tokens that the inputs' grammars allow to the device of `logits` [rows, vocab], in one transfer.
+
+    Returns [inputs, ceil(vocab / 32)] int32, for `likeliest_allowed`. An input without a grammar allows all.
+    """
+    words = -(-logits.shape[1] // 32)
+    table = np.zeros((len(inputs), words), np.uint32)  # 0: what lies past the end of the bits is forbidden
+    for row, wanted in zip(table, inputs, strict=True):
+        if wanted.allowed is None:
+            row[:] = 2**32 - 1
+        else:
+            known = wanted.allowed[:words]
+            row[: len(known)] = known
+    return to_device(torch.from_numpy(table.view(np.int32)), logits.device)
+
+
 def send_records(device: torch.device, *records: Sequence[Sequence[Any] | NDArray[Any]]) -> list[list[Tensor]]:
     """Copy several records of arrays to the device in one transfer. Returns the tensors of each."""
     sent = iter(send(device, *chain.from_iterable(records)))
@@ -524,17 +588,17 @@ def receive(*tensors: Tensor) -> list[NDArray[Any]]:
 def _without_bad(
     sampled: list[Sampled],
     inputs: Sequence[SamplingInput],
-    altered: Sequence[int],
+    changed: Sequence[int],
     likeliest: NDArray[np.int64],
     peaks: NDArray[np.float64],
-    altered_peaks: NDArray[np.float64],
+    own_peaks: NDArray[np.float64],
 ) -> list[Sampled]:
-    """Return `sampled` with an error instead of the token where an input's row has no finite peak, before or after
-    penalties."""
+    """Return `sampled` with an error instead of the token where an input's row has no finite peak: before penalties and
+    grammars (`peaks`), or after them (`own_peaks`, of the inputs `changed`)."""
     errors: dict[int, str | None] = {}
-    for place in np.flatnonzero(~np.isfinite(altered_peaks)).tolist():
-        index = altered[place]
-        errors[index] = why_nothing_left(inputs[index].ruled_out_by, float(altered_peaks[place]))
+    for place in np.flatnonzero(~np.isfinite(own_peaks)).tolist():
+        index = changed[place]
+        errors[index] = why_nothing_left(inputs[index].ruled_out_by, float(own_peaks[place]))
     for index in np.flatnonzero(~np.isfinite(peaks)).tolist():  # then the logits are at fault, not the request
         errors[index] = why_no_peak(likeliest[index], peaks[index])
     for index, error in errors.items():

@@ -27,7 +27,7 @@ from minipaged.fast import sampling as fast
 from minipaged.params import SamplingParams
 from minipaged.reference import sampling as reference
 from tests.agreement.kernels import KERNEL_SETS, KernelSet
-from tests.effort import examples, one_case_in, quick_cases
+from tests.effort import examples, one_case_in, quick_cases, thorough
 
 FloatArray = NDArray[np.floating[Any]]
 
@@ -123,6 +123,13 @@ def sampling_params(draw: st.DrawFn, vocab: int) -> SamplingParams:
     return SamplingParams(**chosen)
 
 
+def token_bits(vocab: int) -> st.SearchStrategy[NDArray[np.uint32] | None]:
+    """What a grammar allows: everything, nothing, a few tokens. Some leave out the last words, and some set bits past
+    the last token."""
+    words = st.sampled_from([0, 2**32 - 1]) | st.integers(0, 31).map(lambda bit: 1 << bit) | st.integers(0, 2**32 - 1)
+    return st.none() | hnp.arrays(np.uint32, st.integers(1, -(-vocab // 32)), elements=words)
+
+
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[FloatArray, list[SamplingInput]]:
     """Logits and what to choose from them: few rows and few parameters, so that inputs share both."""
@@ -139,6 +146,7 @@ def batches(draw: st.DrawFn) -> tuple[FloatArray, list[SamplingInput]]:
         seed=st.integers(0, 2**64 - 1),
         stream=st.integers(0, 7),
         forbidden_token_ids=forbidden,
+        allowed=draw(st.sampled_from([st.none(), token_bits(vocab)])),
     )
     return draw(logit_tables(rows, vocab)), draw(st.lists(inputs, max_size=8))
 
@@ -151,15 +159,26 @@ def test_both_tiers_choose_the_same_tokens(
     assert_agreement(*batch, kernel_set)
 
 
-@with_fixtures
-@given(st.sampled_from([1, 2, 23, 70]).flatmap(lambda vocab: logit_tables(3, vocab)), st.lists(st.integers(0, 2)))
-def test_both_tiers_agree_where_all_are_greedy(kernel_set: KernelSet, logits: FloatArray, rows: list[int]) -> None:
-    greedy = SamplingParams(temperature=0)
-    assert_agreement(logits, [SamplingInput(row, greedy, [1], [], seed=0, stream=0) for row in rows], kernel_set)
+@st.composite
+def greedy_batches(draw: st.DrawFn) -> tuple[FloatArray, list[SamplingInput]]:
+    vocab, greedy = draw(st.sampled_from([1, 2, 23, 70])), SamplingParams(temperature=0)
+    bits = draw(st.sampled_from([st.none(), token_bits(vocab)]))
+    rows = draw(st.lists(st.integers(0, 2)) | st.just([0, 1, 2]))
+    return draw(logit_tables(3, vocab)), [
+        SamplingInput(row, greedy, [1], [], seed=0, stream=0, allowed=draw(bits)) for row in rows
+    ]
 
 
 @with_fixtures
-@given(batches(), st.data())
+@given(greedy_batches())
+def test_both_tiers_agree_where_all_are_greedy(
+    kernel_set: KernelSet, batch: tuple[FloatArray, list[SamplingInput]]
+) -> None:
+    assert_agreement(*batch, kernel_set)
+
+
+@with_fixtures
+@given(batches() | greedy_batches(), st.data())
 def test_both_tiers_refuse_the_same_logits_for_the_same_reason(
     kernel_set: KernelSet, batch: tuple[FloatArray, list[SamplingInput]], data: st.DataObject
 ) -> None:
@@ -230,6 +249,54 @@ def test_the_same_tokens_of_a_long_tail(kernel_set: KernelSet, params: dict[str,
     assert_agreement(logits, inputs, kernel_set)
 
 
+GRAMMARS = [
+    {"temperature": 0},
+    {"temperature": 0, "logprobs": 3},
+    {"temperature": 0, "logit_bias": {5: 9.0}, "repetition_penalty": 1.3},
+    {"temperature": 0.8},
+    {"top_k": 50, "top_p": 0.95, "min_p": 0.01},
+    {"temperature": 1.5, "frequency_penalty": 0.3, "allowed_token_ids": range(1, 4000, 2)},
+]
+
+
+@pytest.mark.parametrize("params", [*([one] for one in GRAMMARS), GRAMMARS], ids=str)
+@pytest.mark.parametrize("vocab", [4097, pytest.param(49_152, marks=thorough)])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_plan_takes_the_tokens_that_grammars_allow_at_each_step(
+    kernel_set: KernelSet, params: list[dict[str, Any]], vocab: int, dtype: type[np.floating[Any]]
+) -> None:
+    """A row of bits changes in place from step to step, and each choice is the reference's. Ties included."""
+    random = np.random.default_rng(vocab)
+    steps, words = 3, -(-vocab // 32)
+    logits = np.round(random.standard_normal((8, vocab)) * 8).astype(dtype) / 2
+    bits = np.zeros((8, words), np.uint32)
+    inputs = [
+        SamplingInput(
+            row=i % 7,  # the last one shares the first one's row, with other bits
+            params=SamplingParams(**params[i % len(params)]),
+            prompt_token_ids=[1, 2, 3],
+            output_token_ids=[4, 5],
+            seed=i,
+            stream=0,
+            allowed=None if i == 6 else bits[i],
+        )
+        for i in range(8)
+    ]
+    on_device = torch.from_numpy(logits.copy()).to(kernel_set.device)
+    plan = fast.Choosing.of(inputs, on_device)
+    chosen = []
+    for _ in range(steps):
+        bits[:] = random.integers(0, 2**32, bits.shape, dtype=np.uint32)
+        bits[0], bits[1], bits[2], bits[3, 1:] = 0, 2**32 - 1, 0, 0
+        bits[2, random.integers(0, words - 1)] = 1 << int(random.integers(0, 32))  # one token
+        found = list(plan.sample(on_device))
+        assert_same(found, reference.sample(logits, inputs), TOLERANCE[np.dtype(dtype)])
+        assert (found[0].error or "").startswith("the request leaves no token to choose: structured_outputs")
+        assert all(reference.is_allowed(bits[i], vocab)[found[i].token_id] for i in (1, 4, 5, 7))
+        chosen.append([one.token_id for one in found])
+    assert len(set(map(tuple, chosen))) == steps
+
+
 # --- The parts --------------------------------------------------------------------------------------
 
 
@@ -239,11 +306,9 @@ def test_penalised_logits_are_the_same_to_the_last_bit(
     kernel_set: KernelSet, batch: tuple[FloatArray, list[SamplingInput]]
 ) -> None:
     logits, inputs = batch
-    found = (
-        fast.penalise(torch.from_numpy(logits).to(kernel_set.device), inputs).cpu().numpy()
-        if inputs
-        else np.zeros((0, 0))
-    )
+    on_device = torch.from_numpy(logits).to(kernel_set.device)
+    allowed = fast.send_allowed(on_device, [wanted for wanted in inputs if wanted.allowed is not None])
+    found = fast.penalise(on_device, inputs, allowed).cpu().numpy() if inputs else np.zeros((0, 0))
     for ours, wanted in zip(found, inputs, strict=True):
         np.testing.assert_array_equal(ours, reference.penalise(logits[wanted.row], wanted))
 

@@ -6,12 +6,13 @@ from minipaged.fast.cpu.kv_cache import copy_blocks, poison_blocks, rope_and_wri
 from minipaged.fast.cpu.llama import add_rms_norm, geglu, linears, rms_norm, swiglu
 from minipaged.fast.cpu.one_call import in_one_call
 from minipaged.fast.cpu.prefill import paged_prefill
-from minipaged.fast.cpu.sampling import argmax_logsumexp, draw, largest, uniform
+from minipaged.fast.cpu.sampling import allowed_only, argmax_logsumexp, draw, largest, likeliest_allowed, uniform
 from minipaged.fast.cpu.threads import computing
 
 __all__ = [
     "add_rms_norm",
     "advance_decode",
+    "allowed_only",
     "argmax_logsumexp",
     "computing",
     "copy_blocks",
@@ -21,6 +22,7 @@ __all__ = [
     "geglu",
     "in_one_call",
     "largest",
+    "likeliest_allowed",
     "linears",
     "paged_decode",
     "paged_prefill",

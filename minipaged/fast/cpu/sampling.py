@@ -62,13 +62,33 @@ MOST_INSERTED = 32
 
 def argmax_logsumexp(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See `minipaged.fast.kernels`."""
-    table: NDArray[Any] = logits.contiguous().numpy()
-    kind = np.int32 if logits.dtype == torch.float32 else np.int64
-    bits, magnitude = table.view(kind), kind(np.iinfo(kind).max)
+    table, bits, magnitude = _with_bits(logits)
     token_ids = np.empty(len(table), dtype=np.int64)
     peaks, log_totals = np.empty(len(table)), np.empty(len(table))
     _argmax_logsumexp(table, bits, magnitude, token_ids, peaks, log_totals)
     return torch.from_numpy(token_ids), torch.from_numpy(peaks), torch.from_numpy(log_totals)
+
+
+def _with_bits(logits: Tensor) -> tuple[NDArray[Any], NDArray[Any], Any]:
+    """Return logits as an array, the same as integers, and the integer that has all bits but the sign's."""
+    table: NDArray[Any] = logits.contiguous().numpy()
+    kind = np.int32 if logits.dtype == torch.float32 else np.int64
+    return table, table.view(kind), kind(np.iinfo(kind).max)
+
+
+def likeliest_allowed(logits: Tensor, rows: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `minipaged.fast.kernels`."""
+    table, bits, magnitude = _with_bits(logits)
+    token_ids = np.empty(len(rows), dtype=np.int64)
+    found, peaks, log_totals = np.empty((3, len(rows)))
+    given = (rows.numpy(), allowed.numpy())
+    _likeliest_allowed(table, bits, magnitude, *given, token_ids, found, peaks, log_totals)
+    return torch.from_numpy(token_ids), torch.from_numpy(found), torch.from_numpy(peaks), torch.from_numpy(log_totals)
+
+
+def allowed_only(table: Tensor, rows: Tensor, allowed: Tensor) -> None:
+    """See `minipaged.fast.kernels`."""
+    _allowed_only(table.numpy(), rows.numpy(), allowed.numpy())
 
 
 def largest(values: Tensor, count: int) -> Tensor:
@@ -179,6 +199,41 @@ def _argmax_logsumexp(logits, bits, magnitude, token_ids, peaks, log_totals):
         peaks[row] = peak
         total = _total_single(logits[row], peak) if bits.itemsize == 4 else _total(logits[row], peak)
         log_totals[row] = math.log(total)
+
+
+@kernel(parallel=True, fastmath=REORDERED, error_model="numpy")
+def _likeliest_allowed(logits, bits, magnitude, rows, allowed, token_ids, found, peaks, log_totals):
+    """The row's likeliest token is often allowed. Only where it is not, the row is copied and searched once more."""
+    for i in prange(len(rows)):
+        row = logits[rows[i]]
+        token = _argmax(row, bits[rows[i]], magnitude)
+        peak = row[token]
+        peaks[i] = found[i] = peak
+        total = _total_single(row, peak) if bits.itemsize == 4 else _total(row, peak)
+        log_totals[i] = math.log(total)
+        if not np.isnan(peak) and not (allowed[i, token >> 5] >> (token & 31)) & 1:
+            left = row.copy()
+            _forbid(left, allowed[i])
+            token = _argmax(left, left.view(bits.dtype), magnitude)
+            found[i] = left[token]
+        token_ids[i] = token
+
+
+@kernel(parallel=True)
+def _allowed_only(table, rows, allowed):
+    for i in prange(len(rows)):
+        _forbid(table[rows[i]], allowed[i])
+
+
+@inner()
+def _forbid(row, words):
+    """Set the logits whose bit is 0 to minus infinity. A loop over the bits of one word has vector instructions."""
+    for word in range(len(row) >> 5):
+        bits, begin = words[word], word << 5
+        for bit in range(32):
+            row[begin + bit] = row[begin + bit] if (bits >> bit) & 1 else -np.inf
+    for token in range(len(row) & ~31, len(row)):
+        row[token] = row[token] if (words[token >> 5] >> (token & 31)) & 1 else -np.inf
 
 
 @kernel(parallel=True)

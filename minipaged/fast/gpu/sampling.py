@@ -1,7 +1,9 @@
 """Sampling without copying the logits to the host: [rows, vocab] stay on the GPU, and a few numbers per row come back.
 
-    argmax_logsumexp   greedy decoding: the likeliest token of each row, and the terms of its log-probability
-    draw               a token by temperature, with or without `min_p`
+    argmax_logsumexp    greedy decoding: the likeliest token of each row, and the terms of its log-probability
+    likeliest_allowed   the same, with the likeliest of the tokens that a grammar allows
+    allowed_only        a row of which a grammar leaves some tokens, for the other filters
+    draw                a token by temperature, with or without `min_p`
 
 `top_k` and `top_p` need the logits in order, and use torch's operations over all rows (`draw_ordered`). Drawing without
 them could use those operations too, but that takes some 17 passes over float64 copies of the logits. The kernels read
@@ -20,15 +22,15 @@ from torch import Tensor
 from minipaged.fast.cpu.sampling import largest_by_library as largest
 from minipaged.fast.cpu.sampling import uniform
 
-__all__ = ["argmax_logsumexp", "draw", "draw_ordered", "largest", "uniform"]
+__all__ = ["allowed_only", "argmax_logsumexp", "draw", "draw_ordered", "largest", "likeliest_allowed", "uniform"]
 
 DRAW_TILE = 2048
 """The logits of one program of `draw`: with four warps, 16 weights in float64 per thread."""
 
 TILE = 4096
-"""The logits of one program of `argmax_logsumexp`. A row of 128k logits takes 32 programs, so even a single row is read
-by many multiprocessors in parallel. With eight warps, a thread has two accesses of 16 bytes in flight in half
-precision, four in float32."""
+"""The logits of one program of `argmax_logsumexp`, `likeliest_allowed` or `allowed_only`. A row of 128k logits takes 32
+programs, so even a single row is read by many multiprocessors in parallel. With eight warps, a thread has two accesses
+of 16 bytes in flight in half precision, four in float32."""
 
 
 def argmax_logsumexp(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,6 +94,100 @@ def _row_peaks(
     tl.store(token_ids + row, tl.load(tile_tokens + row * TILES + first))
     tl.store(peaks + row, peak)
     tl.store(log_totals + row, tl.log(tl.sum(tile_total * tl.exp(tile_peak - peak), axis=0)))
+
+
+def likeliest_allowed(logits: Tensor, rows: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `minipaged.fast.kernels`. For float64 it runs torch's operations, as `argmax_logsumexp` does."""
+    if logits.dtype == torch.float64:
+        table = logits[rows]  # [inputs, vocab]
+        likeliest, peaks, log_totals = argmax_logsumexp(table)
+        allowed_only(table, torch.arange(len(rows), device=logits.device), allowed)
+        token_ids = torch.where(peaks.isnan(), likeliest, table.argmax(1))  # [inputs]
+        return token_ids, table.gather(1, token_ids[:, None])[:, 0], peaks, log_totals
+    inputs, vocab = len(rows), logits.shape[1]
+    tiles = triton.cdiv(vocab, TILE)
+    tile_tokens = torch.empty(inputs, tiles, dtype=torch.int64, device=logits.device)
+    tile_logits = torch.empty(inputs, tiles, dtype=torch.float32, device=logits.device)
+    tile_peaks, tile_totals = torch.empty_like(tile_logits), torch.empty_like(tile_logits)
+    _tile_allowed[inputs, tiles](
+        logits, rows, allowed, tile_tokens, tile_logits, tile_peaks, tile_totals,
+        logits.stride(0), allowed.stride(0), VOCAB=vocab, TILE=TILE, num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
+    token_ids = torch.empty(inputs, dtype=torch.int64, device=logits.device)
+    found = torch.empty(inputs, dtype=torch.float64, device=logits.device)
+    peaks, log_totals = torch.empty_like(found), torch.empty_like(found)
+    _row_allowed[(inputs,)](
+        tile_tokens, tile_logits, tile_peaks, tile_totals, token_ids, found, peaks, log_totals,
+        TILES=tiles, WIDTH=triton.next_power_of_2(tiles), num_warps=1, enable_fp_fusion=False,
+    )  # fmt: skip
+    return token_ids, found, peaks, log_totals
+
+
+# Rows are a piece of one buffer, and `allowed` is the part of a table from some row on: see `kv_cache.py`.
+@triton.jit(do_not_specialize=["rows", "allowed"])
+def _tile_allowed(
+    logits, rows, allowed, tile_tokens, tile_logits, tile_peaks, tile_totals, logits_stride, allowed_stride,
+    VOCAB: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One program per (input, tile) finds the tile's likeliest allowed token and its logit; and of all the tile's
+    tokens the largest logit, and the sum of exp(logit - that)."""
+    i = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    token = tile * TILE + tl.arange(0, TILE)  # [TILE]
+    row = logits + tl.load(rows + i) * logits_stride
+    x = tl.load(row + token, mask=token < VOCAB, other=-float("inf")).to(tl.float32)
+    is_number = x == x
+    left = tl.where(_is_allowed(allowed + i * allowed_stride, token, VOCAB) | ~is_number, x, -float("inf"))
+    likeliest, logit = _first_largest(left, token)
+    peak = tl.max(tl.where(is_number, x, -float("inf")), axis=0)
+    to = i * tl.num_programs(1) + tile
+    tl.store(tile_tokens + to, likeliest)
+    tl.store(tile_logits + to, logit)
+    tl.store(tile_peaks + to, peak)
+    tl.store(tile_totals + to, tl.sum(tl.exp(x - tl.where(peak == -float("inf"), 0.0, peak)), axis=0))
+
+
+@triton.jit
+def _row_allowed(
+    tile_tokens, tile_logits, tile_peaks, tile_totals, token_ids, found, peaks, log_totals,
+    TILES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One program per input merges the tiles' results."""
+    i = tl.program_id(0).to(tl.int64)
+    tile = tl.arange(0, WIDTH)  # [WIDTH]
+    tile_logit = tl.load(tile_logits + i * TILES + tile, mask=tile < TILES, other=-float("inf"))
+    tile_peak = tl.load(tile_peaks + i * TILES + tile, mask=tile < TILES, other=-float("inf"))
+    tile_total = tl.load(tile_totals + i * TILES + tile, mask=tile < TILES, other=0.0)
+    first, logit = _first_largest(tile_logit, tile)
+    peak = tl.max(tile_peak, axis=0)
+    tl.store(token_ids + i, tl.load(tile_tokens + i * TILES + first))
+    tl.store(found + i, logit.to(tl.float64))
+    tl.store(peaks + i, tl.where(logit == logit, peak, float("nan")).to(tl.float64))  # only NaN is left if not allowed
+    tl.store(log_totals + i, tl.log(tl.sum(tile_total * tl.exp(tile_peak - peak), axis=0)).to(tl.float64))
+
+
+def allowed_only(table: Tensor, rows: Tensor, allowed: Tensor) -> None:
+    """See `minipaged.fast.kernels`."""
+    vocab = table.shape[1]
+    _forbid[len(rows), triton.cdiv(vocab, TILE)](
+        table, rows, allowed, table.stride(0), allowed.stride(0), VOCAB=vocab, TILE=TILE, num_warps=8
+    )
+
+
+@triton.jit(do_not_specialize=["rows", "allowed"])
+def _forbid(table, rows, allowed, table_stride, allowed_stride, VOCAB: tl.constexpr, TILE: tl.constexpr):
+    """One program per (row, tile) writes minus infinity over the logits that are not allowed; it reads none."""
+    i = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * TILE + tl.arange(0, TILE)  # [TILE]
+    forbidden = (token < VOCAB) & ~_is_allowed(allowed + i * allowed_stride, token, VOCAB)
+    tl.store(table + tl.load(rows + i) * table_stride + token, -float("inf"), mask=forbidden)
+
+
+@triton.jit
+def _is_allowed(words, token, VOCAB: tl.constexpr):
+    """Return the bit of each token. The 32 threads of one word read it together."""
+    word = tl.load(words + (token >> 5), mask=token < VOCAB, other=0)
+    return ((word >> (token & 31)) & 1) != 0
 
 
 def draw(

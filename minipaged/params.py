@@ -176,7 +176,7 @@ def _knows_vllms_arguments(not_here: Mapping[str, NotHere]) -> Callable[[type[De
     return knowing
 
 
-MOST_GRAMMAR_CHARACTERS = 2**20
+MOST_GRAMMAR_CHARACTERS = 2**18
 """The longest schema, regex, list of choices or grammar."""
 
 

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Collection
-from functools import cached_property
-from threading import Lock
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from functools import cached_property, partial
+from threading import Lock, Thread, stack_size
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -52,7 +53,7 @@ class GrammarCompiler:
 
     def compile(self, form: StructuredOutputsParams) -> CompiledGrammar:
         """Return the compiled grammar. Raises InvalidRequest, with the library's words, if it cannot do this form."""
-        return self.compiled(form) or self._keep(form, self._compile(form))
+        return self.compiled(form) or self._keep(form, _on_a_large_stack(partial(self._compile, form)))
 
     def compiled(self, form: StructuredOutputsParams) -> CompiledGrammar | None:
         """Return the grammar if it has been compiled, and is still kept or in use."""
@@ -166,6 +167,31 @@ class GrammarState:
         return copy
 
 
+STACK_BYTES = 2**29
+"""The stack on which forms are compiled. Only what is used of it takes memory."""
+_starting = Lock()
+
+
+def _on_a_large_stack(call: Callable[[], CompiledGrammar]) -> CompiledGrammar:
+    """Return the result of `call`, from a thread with a large stack. The library recurses once for each rule in a chain
+    of rules, and a stack that is too small for that ends the process."""
+    result: Future[CompiledGrammar] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:
+            result.set_exception(error)
+
+    with _starting:  # the size holds for all threads that are started meanwhile
+        before = stack_size(STACK_BYTES)
+        try:
+            Thread(target=run, name="minipaged-grammar", daemon=True).start()
+        finally:
+            stack_size(before)
+    return result.result()
+
+
 def _as_lark(library: Any, form: StructuredOutputsParams) -> str:
     """The form in the library's own notation. Raises ValueError."""
     if form.json is not None or form.json_object:
@@ -184,7 +210,7 @@ def _as_lark(library: Any, form: StructuredOutputsParams) -> str:
 
 def _plain(error: str) -> str:
     """The library's explanation in one line."""
-    words = " ".join(error.replace("<non-verbose/>", "").split())
+    words = " ".join(error.partition("<backtrace>")[0].replace("<non-verbose/>", "").split())
     return words if len(words) <= MOST_CHARACTERS_TOLD else words[:MOST_CHARACTERS_TOLD] + " ..."
 
 

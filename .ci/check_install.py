@@ -17,10 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 INDEX = "https://pypi.org/simple"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
-EXTRAS = ("base", "course", "docs", "fast", "paper", "ray", "serve", "test")  # base: no extra
+EXTRAS = ("base", "course", "docs", "fast", "paper", "ray", "serve", "structured", "test")  # base: no extra
 MACHINES = {
-    "Linux x86-64": "x86_64-manylinux_2_28",
-    "Linux aarch64": "aarch64-manylinux_2_28",
+    "Linux x86-64": "x86_64-manylinux_2_31",
+    "Linux aarch64": "aarch64-manylinux_2_31",
     "macOS Apple": "aarch64-apple-darwin",
     "macOS Intel": "x86_64-apple-darwin",
     "Windows x86-64": "x86_64-pc-windows-msvc",

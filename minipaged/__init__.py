@@ -14,7 +14,7 @@ from minipaged.errors import (
     OutOfBlocks,
 )
 from minipaged.outputs import CompletionOutput, CompletionUpdate, RequestMetrics, RequestOutput, RequestUpdate
-from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams
+from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from minipaged.async_llm import AsyncLLM
@@ -38,6 +38,7 @@ __all__ = [
     "RequestOutputKind",
     "RequestUpdate",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
 ]

@@ -32,16 +32,19 @@ from typing import NamedTuple, Protocol, TypeVar, Unpack
 from uuid import uuid4
 
 from minipaged.api.prompts import Prompt, salt_of
+from minipaged.engine.grammar import Grammar
 from minipaged.engine.stats import Stats
 from minipaged.errors import EngineDead, InvalidRequest, MinipagedError, QueueFull, ShuttingDown
 from minipaged.events import Listener
 from minipaged.llm import LLM, Params
 from minipaged.outputs import CompletionUpdate, RequestOutput, RequestUpdate
-from minipaged.params import SamplingParams
+from minipaged.params import SamplingParams, StructuredOutputsParams
 from minipaged.setup.loaded_model import LoadedModel, check_before_loading
 from minipaged.setup.settings import GivenSettings, Settings, takes_settings
 
 Result = TypeVar("Result")
+COMPILE_S = 10
+"""Seconds within which a request's grammar must be compiled. The library's own limits end nearly all within one."""
 LONG_TEXT = 2_000
 """Length in characters above which a text is tokenized in a thread, because it would block the event loop too long."""
 
@@ -184,6 +187,7 @@ class AsyncLLM:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="minipaged-engine", daemon=True)
         self._tokenizer = ThreadPoolExecutor(1, "minipaged-tokenizer")
+        self._compiler = ThreadPoolExecutor(2, "minipaged-grammars")
         self.on_death: Callable[[BaseException], None] | None = None
         """A function that is called in the loop when the engine's thread has died, after all readers got the error."""
 
@@ -218,9 +222,13 @@ class AsyncLLM:
         """Add requests to the waiting queue, all of them or none, and return their stream. A reader who leaves early
         must close the stream.
 
-        Raises InvalidRequest for a request that could never be served, QueueFull, ShuttingDown, EngineDead.
+        Their grammars are compiled first, in a thread. Raises InvalidRequest for a request that could never be served,
+        QueueFull, ShuttingDown, EngineDead.
         """
         self.check_open(asked)
+        grammars = [await self._compiled(form) for form in dict.fromkeys(map(_form_of, asked)) if form]
+        if grammars:
+            self.check_open(asked)
         self.start()
         stream = Stream(self, asked, finals_only=finals_only)
         self._streams |= dict.fromkeys(stream.request_ids, stream)
@@ -231,13 +239,15 @@ class AsyncLLM:
         except BaseException:
             stream.close()  # also if this was cancelled while the requests were being added
             raise
+        del grammars  # the engine's requests hold them now; until then they must not be dropped and compiled again
         return stream
 
     async def shutdown(self, timeout: float = 0.0) -> None:
         """Refuse new requests, let the others go on for `timeout` seconds, abort the rest, and end the engine's thread.
         Readers get all output generated until then. (Worker processes end later, by `LLM.close` or with the LLM.)"""
         self._closing = True
-        self._tokenizer.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._tokenizer, self._compiler):
+            threads.shutdown(wait=False, cancel_futures=True)
         if not self._thread.is_alive():
             return
         with suppress(TimeoutError):
@@ -254,11 +264,25 @@ class AsyncLLM:
         """Return the result of `call`, which tokenizes this number of characters. Long texts are tokenized in a thread,
         one after another; short ones here, so that they never wait for long ones. Raises ShuttingDown and the errors of
         `call`."""
-        if num_characters <= LONG_TEXT:
-            return call()
+        return call() if num_characters <= LONG_TEXT else await self._in_thread(self._tokenizer, call)
+
+    async def _compiled(self, form: StructuredOutputsParams) -> Grammar | None:
+        """Return the compiled grammar; None if there is no tokenizer, which the engine refuses."""
+        if (grammars := self.llm.grammars) is None:
+            return None
+        if grammar := grammars.compiled(form):
+            return grammar
+        try:
+            return await asyncio.wait_for(self._in_thread(self._compiler, partial(grammars.compile, form)), COMPILE_S)
+        except TimeoutError:
+            raise InvalidRequest(
+                f"structured_outputs were not compiled within {COMPILE_S} seconds; simplify them, or ask again later"
+            ) from None
+
+    async def _in_thread(self, threads: ThreadPoolExecutor, call: Callable[[], Result]) -> Result:
         self.check_open()
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._tokenizer, call)
+            return await asyncio.get_running_loop().run_in_executor(threads, call)
         except asyncio.CancelledError:
             self.check_open()  # `shutdown` may have cancelled it, and not the caller
             raise
@@ -438,6 +462,10 @@ def told(error: BaseException) -> str:
 
 def _raise(error: Exception) -> None:
     raise error
+
+
+def _form_of(asked: AsyncRequest) -> StructuredOutputsParams | None:
+    return asked.params.structured_outputs if isinstance(asked.params, SamplingParams) else None
 
 
 def _prompt_length(asked: AsyncRequest) -> int:

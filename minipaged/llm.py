@@ -37,6 +37,7 @@ from minipaged.engine.memory import MakeMemory
 from minipaged.engine.stats import Stats
 from minipaged.errors import InvalidRequest, InvariantViolation, ModelError
 from minipaged.events import Event, Listener, RequestFinished, TokenGenerated
+from minipaged.models.grammars import GrammarCompiler
 from minipaged.models.tokenizer import ChatOptions, Message, Tokenizer, Tool
 from minipaged.outputs import RequestOutput, RequestUpdate
 from minipaged.params import (
@@ -143,6 +144,11 @@ class LLM:
         # between two updates.
         self._lock = threading.RLock()
         disk = disk_floor(asked)
+        self.grammars = (
+            GrammarCompiler(self.tokenizer, self.config.vocab_size, self.config.eos_token_ids)
+            if self.tokenizer
+            else None
+        )
         self.engine = Engine(
             self.config,
             loaded.tier,
@@ -152,6 +158,7 @@ class LLM:
             policy=policy,
             decode=self.tokenizer.decode if self.tokenizer else None,
             encode=self.tokenizer.encode if self.tokenizer else None,
+            compile_grammar=self.grammars.compile if self.grammars else None,
             listeners=listeners,
         )
         for shared in (asked.kv_connector, disk):

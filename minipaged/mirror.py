@@ -16,14 +16,24 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from minipaged.contracts import Batch, BatchRow, Logits, PromptInput, Runner, Sampled, SamplingInput, StepResult
+from minipaged.contracts import (
+    Batch,
+    BatchRow,
+    Logits,
+    PromptInput,
+    Runner,
+    Sampled,
+    SamplingInput,
+    StepResult,
+    TokenBits,
+)
 from minipaged.steps import Begun, BlockMoves, Row, Sampling, StepInput
 
 
 class MirroredSequence:
     """A runner's copy of one sequence."""
 
-    __slots__ = ("blocks", "first_choice", "output_token_ids", "prompt_token_ids", "sampling")
+    __slots__ = ("allowed", "blocks", "first_choice", "output_token_ids", "prompt_token_ids", "sampling")
 
     def __init__(
         self, prompt: tuple[int, ...], output: list[int], blocks: Sequence[int], sampling: Sampling | None
@@ -35,6 +45,9 @@ class MirroredSequence:
         self.sampling = sampling
         self.first_choice = 0
         """Index of its first choice in the latest step that chose tokens for it."""
+        self.allowed: TokenBits | None = None
+        """The tokens that its grammar allows in the latest step that chose tokens for it; None without a grammar. Each
+        step writes into the same array."""
 
     @property
     def num_tokens(self) -> int:
@@ -174,6 +187,12 @@ class Mirror:
         for told, position, token in step.told:
             sequence = sequences[told]
             sequence.output_token_ids[position - len(sequence.prompt_token_ids) :] = [token]
+        for number, bits in step.allowed:
+            sequence, allowed = sequences[number], token_bits(bits)
+            if sequence.allowed is None:
+                sequence.allowed = allowed.copy()
+            else:
+                sequence.allowed[:] = allowed
 
     def _fork(self, parent: MirroredSequence, choice: int) -> MirroredSequence:
         output, sampling = list(parent.output_token_ids), parent.sampling
@@ -226,9 +245,9 @@ class Mirror:
     def sampling_inputs(self) -> tuple[SamplingInput, ...]:
         """One input for each token to choose, in the order of the rows.
 
-        Returns the inputs of the step before if only positions have moved on, since an input's position moves with its
-        output. That is so if every row just goes on, each has the same number of pending tokens as before, and no token
-        can become forbidden.
+        Returns the inputs of the step before if only positions and allowed tokens have moved on, since an input's
+        position moves with its output, and its allowed tokens are written into the same array. That is so if every row
+        just goes on, each has the same number of pending tokens as before, and no token can become forbidden.
         """
         if self._inputs:
             first = next(iter(self.rows))
@@ -258,12 +277,20 @@ class Mirror:
                     stream=sampling.stream + choice,
                     forbidden_token_ids=forbidden,
                     num_pending=num_pending,
+                    allowed=sequence.allowed,
                 )
                 for choice in range(row.num_choices)
             ]
         chosen_for = tuple(inputs)
         self._inputs = chosen_for if may_come_again else ()
         return chosen_for
+
+
+def token_bits(bits: bytes) -> TokenBits:
+    """The bits of a step (`steps.AllowedTokens`) as an array."""
+    import numpy as np
+
+    return np.frombuffer(bits, "<u4")
 
 
 def _begin(begun: Begun) -> MirroredSequence:

@@ -9,16 +9,22 @@ Names and defaults are vLLM's wherever vLLM has one.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from functools import cache, wraps
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from minipaged.api.vllm_arguments import SAMPLING_ARGUMENTS, take_own
+from minipaged.api.vllm_arguments import (
+    SAMPLING_ARGUMENTS,
+    STRUCTURED_OUTPUTS_ARGUMENTS,
+    NotHere,
+    take_own,
+)
 from minipaged.errors import InvalidRequest
 
 PreemptionMode = Literal["swap", "recompute", "auto"]
@@ -148,22 +154,97 @@ MOST_LOGPROB_TOKENS = 128
 """vLLM's limit on the length of `SamplingParams.logprob_token_ids`."""
 
 
-def _knows_vllms_arguments(cls: type[SamplingParams]) -> type[SamplingParams]:
-    """Class decorator that lets the class accept the arguments that only vLLM's class has (`SAMPLING_ARGUMENTS`).
+Described = TypeVar("Described")
+
+
+def _knows_vllms_arguments(not_here: Mapping[str, NotHere]) -> Callable[[type[Described]], type[Described]]:
+    """Class decorator that lets the class accept the arguments that only vLLM's class has (`not_here`).
 
     A value that asks for minipaged's own behaviour is accepted. Any other raises an error that says why.
     """
-    make, own = cls.__init__, [each.name for each in fields(cls)]
 
-    @wraps(make)
-    def init(self: SamplingParams, *values: Any, **given: Any) -> None:
-        make(self, *values, **take_own(f"{cls.__name__}()", given, SAMPLING_ARGUMENTS, own))
+    def knowing(cls: type[Described]) -> type[Described]:
+        make, own = cls.__init__, [each.name for each in fields(cls)]  # type: ignore[arg-type]  # it is a dataclass
 
-    cls.__init__ = init  # type: ignore[method-assign]  # the fields' own parameters stay its signature
-    return cls
+        @wraps(make)
+        def init(self: Described, *values: Any, **given: Any) -> None:
+            make(self, *values, **take_own(f"{cls.__name__}()", given, not_here, own))
+
+        cls.__init__ = init  # type: ignore[assignment]  # the fields' own parameters stay its signature
+        return cls
+
+    return knowing
 
 
-@_knows_vllms_arguments
+MOST_GRAMMAR_CHARACTERS = 2**18
+"""The longest schema, regex, list of choices or grammar."""
+
+
+@_knows_vllms_arguments(STRUCTURED_OUTPUTS_ARGUMENTS)
+@dataclass(frozen=True, slots=True)
+class StructuredOutputsParams:
+    """The form that a request's output must have: exactly one of the first five fields. Raises InvalidRequest for a
+    value that is none of these forms. The engine raises it for a form that its library cannot hold an output to."""
+
+    json: str | Mapping[str, Any] | None = None
+    """A JSON schema, as a dict (a pydantic model's `model_json_schema()`) or as JSON text."""  # kept as text
+    regex: str | None = None
+    """A regular expression that matches the whole output."""
+    choice: Sequence[str] | None = None
+    """Texts, of which the output is one."""
+    grammar: str | None = None
+    """A context-free grammar, in the syntax of Lark or GBNF."""
+    json_object: bool | None = None
+    """True: the output is a JSON object, of any shape."""
+    disable_any_whitespace: bool = False
+    """Write JSON without spaces and line breaks."""
+    whitespace_pattern: str | None = None
+    """A regular expression for the whitespace between the parts of JSON; None: spaces, tabs and line breaks."""
+
+    def __post_init__(self) -> None:
+        if self.json is not None and not isinstance(self.json, str):
+            object.__setattr__(self, "json", _json_text(self.json))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _strings("choice", self.choice))
+        check(self)
+        for name in ("json", "regex", "grammar", "whitespace_pattern"):
+            value = getattr(self, name)
+            _require(value is None or isinstance(value, str), f"{name} is {value!r}; it must be a text")
+        forms = ("json", "regex", "choice", "grammar", "json_object")
+        given = [name for name in forms if getattr(self, name) not in (None, False)]
+        _require(
+            len(given) == 1,
+            f"structured_outputs has {' and '.join(given) or 'none of its forms'}; give exactly one of "
+            f"{', '.join(forms[:-1])} and {forms[-1]}=True",
+        )
+        _require(self.choice != (), "choice is empty, which leaves nothing to choose; give it the texts to choose from")
+        _require(
+            given[0] in ("json", "json_object") or not (self.disable_any_whitespace or self.whitespace_pattern),
+            f"disable_any_whitespace and whitespace_pattern are about JSON, and {given[0]} is given; leave them out",
+        )
+        _require(
+            self.num_characters <= MOST_GRAMMAR_CHARACTERS,
+            f"structured_outputs has {self.num_characters:,} characters of {given[0]}; {MOST_GRAMMAR_CHARACTERS:,} are "
+            "the most: give a smaller one",
+        )
+
+    @property
+    def num_characters(self) -> int:
+        """The length of the given form."""
+        return sum(map(len, (self.json or "", self.regex or "", self.grammar or "", *(self.choice or ()))))
+
+
+def _json_text(schema: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(schema)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(
+            f"json must be a JSON schema, as a dict or as text, and this {type(schema).__name__} has no form in JSON "
+            f"({error}); give a pydantic model's model_json_schema()"
+        ) from None
+
+
+@_knows_vllms_arguments(SAMPLING_ARGUMENTS)
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose the tokens of one request. Raises InvalidRequest (a ValueError) for a value out of range."""
@@ -220,6 +301,8 @@ class SamplingParams:
     special tokens."""
     truncate_prompt_tokens: int | None = setting(None, at_least=1, note="None: the whole prompt")
     """Number of the prompt's tokens to use, which are the last ones; None: all."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """The form that the output must have: JSON by a schema, a regular expression, one of several texts, a grammar."""
 
     def __post_init__(self) -> None:
         plain: dict[str, Any] = {name: _strings(name, getattr(self, name)) for name in ("stop", "bad_words")}
@@ -234,6 +317,16 @@ class SamplingParams:
         _require(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
             f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}",
+        )
+        _require(
+            isinstance(self.structured_outputs, StructuredOutputsParams | None),
+            f"structured_outputs is {self.structured_outputs!r}; give StructuredOutputsParams, as in "
+            'StructuredOutputsParams(choice=["yes", "no"])',
+        )
+        _require(
+            self.structured_outputs is None or not self.min_tokens,
+            f"min_tokens is {self.min_tokens}, and structured_outputs says where the output may end; leave one of them "
+            "out (a schema has minLength and minItems)",
         )
         _require("" not in self.stop, "stop holds an empty string, which would end every sequence at once; drop it")
         _require("" not in self.bad_words, "bad_words holds an empty string; drop it")

@@ -61,7 +61,8 @@ class Sampling(NamedTuple):
     @property
     def needs_tokens(self) -> bool:
         """Whether the next token can be chosen only when the host knows all tokens before it."""
-        return self.params.has_penalties or any(len(word) > 1 for word in self.bad_words)
+        waits = self.params.has_penalties or self.params.structured_outputs is not None
+        return waits or any(len(word) > 1 for word in self.bad_words)
 
     def forbidden_after(self, output_token_ids: Sequence[int], num_pending: int = 0) -> tuple[int, ...]:
         """The tokens that must not be chosen next. `num_pending`: the number of output tokens still being chosen."""
@@ -115,6 +116,15 @@ class ChosenToken(NamedTuple):
     token_id: int
 
 
+class AllowedTokens(NamedTuple):
+    """The tokens that may be chosen in this step for a sequence whose output has a grammar."""
+
+    sequence: int
+    bits: bytes
+    """A bit for each token of the vocabulary, in little-endian words of 32 bits: bit t % 32 of word t // 32 says
+    whether token t may be chosen."""
+
+
 class Row(NamedTuple):
     """The query tokens of one sequence: the tokens that a step runs."""
 
@@ -160,3 +170,5 @@ class StepInput(NamedTuple):
     added: tuple[Row, ...] = ()
     lane: int = 0
     """The step's lane. With pipeline parallelism there are several, with steps in flight at the same time."""
+    allowed: tuple[AllowedTokens, ...] = ()
+    """One entry for each sequence that has a grammar and chooses tokens in this step."""

@@ -44,17 +44,18 @@ HOUSE = {
     "params": Room("api errors"),
     "steps": Room("params"),
     "contracts": Room("errors params scheduling steps"),
-    "mirror": Room("contracts steps"),
+    "mirror": Room("contracts steps", late={"only steps with grammars need it": "numpy"}),
     # The engine knows no tier, and no NumPy.
     "engine": Room("contracts errors events handover outputs params scheduling steps"),
     # A run followed from its events.
     "replay": Room("errors events"),
     # Where models come from.
     "models": Room(
-        "errors",
+        "errors params",
         "numpy",
         late={
             "slow to load, and only some models need them": "gguf huggingface_hub tokenizers transformers",
+            "only requests with structured outputs need it": "llguidance",
             "slow to load, and needed once for each model": "filelock models.gguf platformdirs rich",
         },
     ),

@@ -16,7 +16,7 @@ import minipaged
 from minipaged import LLM, BeamSearchParams, EngineConfig, InvalidRequest, SamplingParams
 from minipaged.cli import app, main
 from minipaged.cli.options import WRITTEN, given_for, help_of, names_of
-from minipaged.params import EngineSettings
+from minipaged.params import EngineSettings, StructuredOutputsParams
 from minipaged.replicas.settings import ReplicaSettings
 from minipaged.serve.settings import ServeSettings
 from minipaged.setup.settings import GivenSettings, Settings
@@ -130,6 +130,8 @@ def test_options_reach_the_fields_that_they_are_called_after() -> None:
         "logprobs": 1,  # as many as there are tokens to report in place of the likeliest
         "logit_bias": '{"5": 1.5}',
         "bad_words": "b",
+        "min_tokens": 0,  # a form says where an output may end
+        "structured_outputs": '{"choice": ["yes", "no"]}',
     }
     values |= {"tier": "reference", "device": "cpu", "dtype": "float64", "allocator": f"{__file__}:Allocator"}
     values["kv_connector"] = "a folder"
@@ -149,6 +151,7 @@ def test_options_reach_the_fields_that_they_are_called_after() -> None:
             line.append(f"{option.opts[0]}={value}")
             expected[option.name] = (value,) if option.name in repeated else value
     expected["logit_bias"] = {5: 1.5}
+    expected["structured_outputs"] = StructuredOutputsParams(choice=("yes", "no"))
     given = COMMANDS["generate"].make_context("generate", line).params
     found = {name: value for kind in KINDS for name, value in given_for(kind, given).items()}
     assert found.pop("allocator").__name__ == Allocator.__name__
@@ -177,6 +180,13 @@ def test_every_field_says_what_it_is(kind: Any) -> None:
 def test_a_logit_bias_that_is_no_json_object_of_tokens_is_refused(text: str) -> None:
     given = COMMANDS["generate"].make_context("generate", ["a prompt", f"--logit-bias={text}"]).params
     with pytest.raises(InvalidRequest, match=r"^--logit-bias is .*; write it as a JSON object"):
+        given_for(SamplingParams, given)
+
+
+@pytest.mark.parametrize("text", ["yes", '["yes"]', '{"choices": ["yes"]}', "{"])
+def test_structured_outputs_that_are_no_json_object_of_fields_are_refused(text: str) -> None:
+    given = COMMANDS["generate"].make_context("generate", ["a prompt", f"--structured-outputs={text}"]).params
+    with pytest.raises(InvalidRequest, match=r"^--structured-outputs is .*; write it as a JSON object"):
         given_for(SamplingParams, given)
 
 

@@ -20,7 +20,7 @@ from minipaged.engine.step_writer import StepWriter
 from minipaged.errors import BadRecording, InvariantViolation
 from minipaged.mirror import Mirror, PerLane, Rows
 from minipaged.models.config import ModelConfig
-from minipaged.params import EngineConfig, SamplingParams
+from minipaged.params import EngineConfig, SamplingParams, StructuredOutputsParams
 from minipaged.recordings.replay_steps import Replay
 from minipaged.recordings.step_files import (
     FIRST_LINE,
@@ -34,6 +34,7 @@ from minipaged.recordings.step_files import (
 from minipaged.reference.sampling import sample
 from minipaged.steps import (
     LOGITS,
+    AllowedTokens,
     Begun,
     BlockMoves,
     ChosenToken,
@@ -73,9 +74,12 @@ params = st.builds(
     bad_words=st.lists(st.text(min_size=1, max_size=3), max_size=2),
     prompt_logprobs=st.none() | st.integers(0, 5),
 )
+forms = st.builds(StructuredOutputsParams, json=st.dictionaries(st.text(max_size=3), st.booleans(), max_size=2))
+forms |= st.builds(StructuredOutputsParams, choice=st.lists(st.text(max_size=3), min_size=1, max_size=2))
+structured = st.builds(replace, params, min_tokens=st.just(0), structured_outputs=forms)
 asking = st.builds(replace, params, logprobs=st.none(), logprob_token_ids=lists)
 words = st.lists(st.lists(numbers, min_size=1, max_size=3).map(tuple), max_size=2).map(tuple)
-samplings = st.builds(Sampling, params | asking, st.integers(0, 2**64 - 1), numbers, lists, words)
+samplings = st.builds(Sampling, params | asking | structured, st.integers(0, 2**64 - 1), numbers, lists, words)
 
 
 def several(what: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
@@ -95,6 +99,7 @@ steps = st.builds(
     left_out=lists,
     added=several(st.builds(Row, numbers, numbers, numbers, st.integers(LOGITS, 9))),
     lane=numbers,
+    allowed=several(st.builds(AllowedTokens, numbers, st.binary(max_size=9))),
 )
 
 
@@ -106,11 +111,19 @@ def test_a_step_comes_back_from_its_bytes_as_it_was(step: StepInput) -> None:
 
 
 def test_the_encoding_is_what_is_documented() -> None:
-    assert encode(StepInput(7)).hex(" ") == "9b 07 c2 90 90 90 90 90 95 90 90 90 90 90 90 90 00"
+    assert encode(StepInput(7)).hex(" ") == "9c 07 c2 90 90 90 90 90 95 90 90 90 90 90 90 90 00 90"
     step = StepInput(1, fresh=True, begun=(Begun(2, (3, 4), 2, (5,), None),), added=(Row(2, 0, 2, LOGITS),), lane=3)
     assert encode(step).hex(" ") == (
-        "9b 01 c3 90 90 91 95 02 92 03 04 02 91 05 c0 90 90 95 90 90 90 90 90 90 91 94 02 00 02 ff 03"
+        "9c 01 c3 90 90 91 95 02 92 03 04 02 91 05 c0 90 90 95 90 90 90 90 90 90 91 94 02 00 02 ff 03 90"
     )
+    allowed = encode(StepInput(7, allowed=(AllowedTokens(2, b"\x05\0\0\0"),)))
+    assert allowed[-9:].hex(" ") == "91 92 02 c4 04 05 00 00 00"
+
+
+def test_a_step_of_a_recording_without_grammars_is_read() -> None:
+    """Recordings of an older version have no field for allowed tokens."""
+    older = bytes.fromhex("9b 07 c2 90 90 90 90 90 95 90 90 90 90 90 90 90 00")
+    assert decode(older) == StepInput(7)
 
 
 @given(params)

@@ -12,6 +12,7 @@ import torch
 from minipaged.contracts import BeamStep, Sampled, SamplingInput, Tier
 from minipaged.fast.sampling import Choosing
 from minipaged.outputs import RequestOutput, RequestUpdate
+from minipaged.params import SamplingParams, StructuredOutputsParams
 from minipaged.testing.workloads import (
     Workload,
     WorkloadRequest,
@@ -35,6 +36,7 @@ __all__ = [
     "letters",
     "random_workload",
     "run_workload",
+    "structured",
     "windowed",
 ]
 
@@ -66,6 +68,25 @@ def windowed(seed: int) -> Workload:
         pipeline_parallel_size=r.choice([1, 1, 1, 3]),
     )
     return replace(workload, config=config)
+
+
+def structured(seed: int) -> Workload:
+    """The random workload of this seed, in which most of the requests that sample have a grammar."""
+    r, workload = random.Random(f"grammars of {seed}"), random_workload(seed)
+    requests = []
+    for request in workload.requests:
+        if isinstance(params := request.params, SamplingParams) and r.random() < 0.8:
+            form = StructuredOutputsParams(grammar=f"grammar {r.randrange(3)}")
+            more = {"structured_outputs": form, "min_tokens": 0, "allowed_token_ids": None, "bad_words": ()}
+            request = replace(request, params=replace(params, **more))
+        requests.append(request)
+    config = replace(
+        workload.config,
+        num_blocks=max(1, round(workload.config.num_blocks * r.choice([0.6, 0.8, 1]))),  # outputs may end sooner
+        async_scheduling=r.random() < 0.4,
+        pipeline_parallel_size=r.choice([1, 1, 1, 2, 3]),
+    )
+    return replace(workload, requests=tuple(requests), config=config)
 
 
 _fast = fast_tier()

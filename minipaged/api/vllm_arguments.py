@@ -77,19 +77,17 @@ LLM_ARGUMENTS: dict[str, NotHere] = {
     "limit_mm_per_prompt": NotHere(_NO_IMAGES),
     "mm_processor_kwargs": NotHere(_NO_IMAGES),
     "logits_processors": NotHere("functions that change logits are not supported; SamplingParams has other ways"),
-    "structured_outputs_config": NotHere("structured outputs are not supported; leave it out"),
+    "structured_outputs_config": NotHere("llguidance checks all structured outputs, without settings; leave it out"),
     "disable_log_stats": NotHere("nothing is logged during a run; call LLM.stats()", (True,)),
 }
 """Arguments of vLLM's `LLM`."""
 
-_NO_STRUCTURE = "the output cannot be held to a grammar; leave it out"
 _NOTHING_BETWEEN = "only the sampling parameters change how tokens are chosen; leave it out"
 _WHEN_TOLD = "generate() returns outputs when all have ended; LLM.stream() yields new output after each step"
 _PROMPT_LOGPROBS = "only the likeliest tokens of a prompt are reported; give prompt_logprobs"
 
 SAMPLING_ARGUMENTS: dict[str, NotHere] = {
-    "structured_outputs": NotHere(_NO_STRUCTURE),
-    "guided_decoding": NotHere(_NO_STRUCTURE),
+    "guided_decoding": NotHere("its name here is structured_outputs, which takes a StructuredOutputsParams"),
     "logits_processors": NotHere(_NOTHING_BETWEEN),
     "watermarking": NotHere(_NOTHING_BETWEEN, (None, False)),
     "thinking_token_budget": NotHere(_NOTHING_BETWEEN, (None, -1)),
@@ -112,6 +110,13 @@ SAMPLING_ARGUMENTS: dict[str, NotHere] = {
     ),
 }
 """Arguments of vLLM's `SamplingParams`."""
+
+STRUCTURED_OUTPUTS_ARGUMENTS: dict[str, NotHere] = {
+    "structural_tag": NotHere("tags that turn a grammar on within a text are not supported; give a grammar"),
+    "disable_additional_properties": NotHere('write "additionalProperties": false into the schema', (None, False)),
+    "disable_fallback": NotHere("there is one library, and none to fall back on; leave it out", (None, False, True)),
+}
+"""Arguments of vLLM's `StructuredOutputsParams`."""
 
 GENERATE_ARGUMENTS: dict[str, NotHere] = {
     "lora_request": NotHere(_NO_LORA),

@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperCommand
 
 from minipaged.errors import InvalidRequest
-from minipaged.params import BeamSearchParams, SamplingParams
+from minipaged.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from minipaged.replicas.settings import ReplicaSettings
 from minipaged.serve.settings import ServeSettings
 from minipaged.setup.own_parts import FROM_TEXT
@@ -72,6 +72,17 @@ def _read_file(name: str | None) -> str | None:
         raise InvalidRequest(f"--chat-template is {name!r}, which cannot be read: {error}; give a Jinja file") from None
 
 
+def _read_structured_outputs(text: str | None) -> Any:
+    """Parse a JSON object with fields of StructuredOutputsParams."""
+    try:
+        return StructuredOutputsParams(**json.loads(text)) if text else None
+    except (json.JSONDecodeError, TypeError):
+        raise InvalidRequest(
+            f"--structured-outputs is {text!r}; write it as a JSON object, e.g. "
+            '{"choice": ["yes", "no"]} or {"json": {"type": "object"}}'
+        ) from None
+
+
 WRITTEN = {
     "stop": OptionSpelling(kind=list[str] | None, note="May be repeated."),
     "stop_token_ids": OptionSpelling("--stop-token-id", kind=list[int] | None, note="May be repeated."),
@@ -81,6 +92,9 @@ WRITTEN = {
     ),
     "prompt_logprobs": OptionSpelling(note="(With --json.)"),
     "logit_bias": OptionSpelling(kind=str | None, read=_read_logit_bias, metavar="JSON", note='As in {"42": -100}.'),
+    "structured_outputs": OptionSpelling(
+        kind=str | None, read=_read_structured_outputs, metavar="JSON", note='As in {"choice": ["yes", "no"]}.'
+    ),
     "allowed_token_ids": OptionSpelling(
         "--allowed-token-id", kind=list[int] | None, read=lambda tokens: tokens or None, note="May be repeated."
     ),
@@ -102,6 +116,7 @@ WRITTEN = {
     "tool_call_parser": OptionSpelling(kind=str),
     "trust_request_chat_template": OptionSpelling("--trust-request-chat-template"),
     "log_level": OptionSpelling(kind=str),
+    "structured_output_backend": OptionSpelling(kind=str),
     "enable_prefix_caching": OptionSpelling("--prefix-caching/--no-prefix-caching"),
     "kv_cache_tiers": OptionSpelling(
         "--kv-cache-tier", kind=list[str] | None, read=lambda given: tuple(given or ()), note="May be repeated."

@@ -14,6 +14,7 @@ from numbers import Integral
 
 from minipaged.contracts import BeamSearch
 from minipaged.engine.detokenizer import Decode, Detokenizer, Encode, naming_failures
+from minipaged.engine.grammar import Compile
 from minipaged.engine.grouped_memory import pool_tokens
 from minipaged.engine.memory import AllocStatus, Memory
 from minipaged.engine.policies import looks_at_priority
@@ -53,6 +54,7 @@ class Arrivals:
         encode: Encode | None,
         clock: Callable[[], float],
         stats: Stats,
+        compile_grammar: Compile | None = None,
     ) -> None:
         self._config = config
         self._beam_search = beam_search
@@ -63,6 +65,7 @@ class Arrivals:
         self._decode = naming_failures(decode) if decode else None
         self._encode = encode
         self._clock = clock
+        self._compile_grammar = compile_grammar
         self._random = random.Random(config.seed)
         self._stats = stats
         self._salts: set[int] = set()
@@ -134,6 +137,10 @@ class Arrivals:
             request.prompt_logprobs = []
         if params.num_likeliest is not None:
             sequence.logprobs = []
+        if params.structured_outputs is not None:
+            if self._compile_grammar is None:
+                raise InvalidRequest("structured_outputs need a tokenizer, and this engine has none; leave them out")
+            sequence.grammar = self._compile_grammar(params.structured_outputs).begin(request.final_token_ids)
         if self._decode_as and not params.skip_special_tokens:
             shown = {} if params.spaces_between_special_tokens else {"spaces_between_special_tokens": False}
             request.decode = naming_failures(partial(self._decode_as, skip_special_tokens=False, **shown))

@@ -159,8 +159,10 @@ class Committer:
 
     def _commit_token(self, request: Request, sequence: SequenceState, choice: Sampled) -> None:
         """Append a token, and end the sequence if the token was its last."""
-        # Decoding and keeping a block may raise, so they come first: nothing has been changed then.
+        # Decoding, keeping a block and the grammar may raise, so they come first: nothing has been changed then.
         reason, sequence.stop_reason = self._finish_reason(request, sequence, choice.token_id)
+        if sequence.grammar and reason != "stop" and sequence.grammar.consume(choice.token_id):
+            reason = "stop"
         self.append_token(request, sequence, choice.token_id, choice.logprob)
         if sequence.logprobs is not None and choice.top_logprobs is not None:
             sequence.logprobs.append(choice.top_logprobs)
@@ -243,6 +245,7 @@ class Committer:
                     cumulative_logprob=parent.cumulative_logprob,
                     logprobs=None if parent.logprobs is None else list(parent.logprobs),
                     detokenizer=parent.detokenizer.fork() if parent.detokenizer else None,
+                    grammar=parent.grammar.fork() if parent.grammar else None,
                 )
                 self._blocks.fork(request, parent, child)
                 self._writer.forked(child, parent, choice)

@@ -28,6 +28,7 @@ from minipaged.engine.commit import Committer
 from minipaged.engine.detokenizer import Decode, Encode
 from minipaged.engine.event_queue import EventQueue
 from minipaged.engine.floors import paged_memory
+from minipaged.engine.grammar import Compile
 from minipaged.engine.invariants import check_blocks, check_windows
 from minipaged.engine.launch import Launcher
 from minipaged.engine.memory import MakeMemory
@@ -53,7 +54,7 @@ class Engine:
     - `allocator`: makes the allocators of the pools (a class or function); None: the tier's own.
     - `memory`, `policy`: make the block manager and the scheduling policy (`scheduling.py`).
     - `decode`, `encode`: turn token ids into text, and text into token ids, called like the methods of a `Tokenizer`.
-      Stop strings and the text of outputs need `decode`; bad words need `encode`.
+      Stop strings and the text of outputs need `decode`, bad words `encode`, structured outputs `compile_grammar`.
     - `listeners` receive every event, in order, after the step (or call) that caused it, and may call the engine's
       methods. If one raises, all listeners still receive all events. Then the call fails with that error; its effects
       remain.
@@ -73,6 +74,7 @@ class Engine:
         policy: MakePolicy = FirstComeFirstServed,
         decode: Decode | None = None,
         encode: Encode | None = None,
+        compile_grammar: Compile | None = None,
         listeners: Sequence[Listener] = (),
         clock: Callable[[], float] = time.perf_counter,
         steady: bool = True,
@@ -96,7 +98,8 @@ class Engine:
         self.scheduler = Scheduler(config, self.blocks, runner, self._emit, policy, writers)
         sequence_ids = count()
         self._arrivals = Arrivals(
-            config, tier.beam_search, self.scheduler, self.blocks, sequence_ids, decode, encode, clock, self.stats
+            *(config, tier.beam_search, self.scheduler, self.blocks, sequence_ids),
+            *(decode, encode, clock, self.stats, compile_grammar),
         )
         self._launcher = Launcher(config, self.scheduler, self.blocks, writers, runner, self._emit, clock)
         self._committer = Committer(

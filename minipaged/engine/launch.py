@@ -7,6 +7,7 @@ from collections.abc import Callable
 from minipaged.contracts import Runner
 from minipaged.engine.batch import LaunchedStep, Plan
 from minipaged.engine.event_queue import EventQueue
+from minipaged.engine.grammar import allowed_tokens
 from minipaged.engine.invariants import check_exclusive_writes
 from minipaged.engine.memory import Memory
 from minipaged.engine.memory_use import memory_held
@@ -57,7 +58,7 @@ class Launcher:
         if self.debug:
             check_exclusive_writes(plan.work(), self._blocks)
         writer = self._writers.of(plan.lane)
-        step = writer.write(self.step_number, plan.rows, plan.owners(), moves)
+        step = writer.write(self.step_number, plan.rows, plan.owners(), moves, allowed_tokens(plan))
         for request in (scheduled.request for scheduled in plan.scheduled):
             if request.first_scheduled_time is None:
                 request.first_scheduled_time = started

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
 from minipaged.contracts import BeamSearch, BlockTable
 from minipaged.engine.cached_blocks import CachedBlock
@@ -35,6 +36,22 @@ class RequestState(Enum):
     RUNNING = "running"
     """Holds device blocks, and is part of every step that has room for it."""
     FINISHED = "finished"
+
+
+class SequenceGrammar(Protocol):
+    """How far a sequence's output has come in its grammar (`grammar.py`)."""
+
+    @property
+    def bits(self) -> bytes:
+        """The tokens that may come next, as in `steps.AllowedTokens`."""
+
+    def consume(self, token_id: int) -> bool:
+        """Go on by one token, which is none of the final ones. Returns whether the output ends with it, because the
+        grammar allows nothing after it and the request has no token to end with. Raises RequestFailed if the token is
+        not allowed, or if the grammar cannot be followed any further."""
+
+    def fork(self) -> SequenceGrammar:
+        """Return a copy for another sequence."""
 
 
 @dataclass(eq=False, slots=True)
@@ -75,6 +92,8 @@ class SequenceState:
     stop_reason: int | str | None = None
     detokenizer: Detokenizer | None = None
     """The text so far. It is made only when the sequence ends if no update and no stop string needs it earlier."""
+    grammar: SequenceGrammar | None = None
+    """Its state in the request's grammar; None without one."""
     num_reported: int = 0
     """The number of output tokens that updates of the request have included."""
 
@@ -184,8 +203,8 @@ class Request:
     def needs_tokens_on_host(self) -> bool:
         """Whether the host must know the tokens now being chosen before it can write the request's next step.
 
-        Penalties count these tokens, a bad word of several tokens depends on them, beam search forks by them, and the
-        samples of a prompt fork when it is computed.
+        Penalties count these tokens, a grammar and a bad word of several tokens depend on them, beam search forks by
+        them, and the samples of a prompt fork when it is computed.
         """
         if self.sampling is None:
             return bool(self.sequences)

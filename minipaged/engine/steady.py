@@ -23,6 +23,7 @@ from typing import NamedTuple
 from minipaged.engine.batch import LaunchedStep, Plan, ScheduledRequest
 from minipaged.engine.commit import Committer
 from minipaged.engine.event_queue import EventQueue
+from minipaged.engine.grammar import allowed_tokens
 from minipaged.engine.invariants import check_exclusive_writes
 from minipaged.engine.lanes import Lane
 from minipaged.engine.launch import Launcher
@@ -52,6 +53,7 @@ class Batch:
         )
         """The number of steps that can still be launched; in the last of them a sequence reaches its length limit."""
         self.sequences = [sequence for sequence, _ in plan.work()]
+        self.has_grammars = any(sequence.grammar for sequence in self.sequences)
         self.plain = [Plain.of(part) for part in plan.scheduled]
         self._blocks = blocks
         self._start = [sequence.table.num_tokens for sequence in self.sequences]
@@ -228,7 +230,8 @@ class Steady:
         if launcher.debug:
             self.settle()
             check_exclusive_writes(plan.work(), self._blocks)
-        step = self._writers.of(plan.lane).write_on(launcher.step_number, self._blocks.take_moves())
+        allowed = allowed_tokens(plan) if batch.has_grammars else ()
+        step = self._writers.of(plan.lane).write_on(launcher.step_number, self._blocks.take_moves(), allowed)
         return LaunchedStep(step.number, started, plan, launcher.runner.run(step))
 
     def _memory_held(self) -> StepUsage:
@@ -295,7 +298,7 @@ def _all_go_on(plan: Plan, lane: Lane) -> bool:
 
 
 class Plain(NamedTuple):
-    """A sequence whose next token is only appended and reported: it has no text, logprobs or siblings."""
+    """A sequence whose next token is only appended and reported: it has no text, logprobs, grammar or siblings."""
 
     request: Request
     sequence: SequenceState
@@ -307,5 +310,7 @@ class Plain(NamedTuple):
     def of(cls, part: ScheduledRequest) -> Plain | None:
         request, (sequence, _) = part.request, part.work[0]
         if len(part.work) > 1 or request.beam_search or sequence.detokenizer or sequence.logprobs is not None:
+            return None
+        if sequence.grammar:
             return None
         return cls(request, sequence, request.final_token_ids, request.max_output_tokens - 1)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from itertools import islice
 
 from minipaged.engine.sequence import Request, SequenceState
-from minipaged.steps import Begun, BlockMoves, ChosenToken, Forked, Row, StepInput, TableChange
+from minipaged.steps import AllowedTokens, Begun, BlockMoves, ChosenToken, Forked, Row, StepInput, TableChange
 
 
 class StepWriter:
@@ -64,7 +64,12 @@ class StepWriter:
     # --- The step ---------------------------------------------------------------------------------
 
     def write(
-        self, number: int, rows: list[Row], owners: Iterable[tuple[Request, SequenceState]], moves: BlockMoves
+        self,
+        number: int,
+        rows: list[Row],
+        owners: Iterable[tuple[Request, SequenceState]],
+        moves: BlockMoves,
+        allowed: tuple[AllowedTokens, ...] = (),
     ) -> StepInput:
         """Return the step that runs `rows`. `owners`: the request and the sequence of each row."""
         self._known.update(self._forked)
@@ -86,6 +91,7 @@ class StepWriter:
             left_out=left_out,
             added=added,
             lane=self._lane,
+            allowed=allowed,
         )
         self._known.update(one.sequence for one in begun)
         self._rows, self._num_since, self._fresh = rows, 0, False
@@ -97,11 +103,11 @@ class StepWriter:
         """Whether anything but tables has changed since the latest step."""
         return bool(self._fresh or self._forked or self._ended or self._told)
 
-    def write_on(self, number: int, moves: BlockMoves) -> StepInput:
+    def write_on(self, number: int, moves: BlockMoves, allowed: tuple[AllowedTokens, ...] = ()) -> StepInput:
         """Return the step in which all rows of the one before go on. Nothing but tables has changed (`has_news`)."""
         self._num_since += 1
         tables = self._take_tables() if self._changed else ()
-        return StepInput(number, tables=tables, moves=moves, lane=self._lane)
+        return StepInput(number, tables=tables, moves=moves, lane=self._lane, allowed=allowed)
 
     def _take_tables(self) -> tuple[TableChange, ...]:
         changed, self._changed = self._changed, {}

@@ -5,7 +5,7 @@ its fields, in their order there:
 
 | type        | array of                                                                                             |
 |-------------|------------------------------------------------------------------------------------------------------|
-| StepInput   | number, fresh, forked, ended, begun, tables, told, moves, left_out, added, lane                      |
+| StepInput   | number, fresh, forked, ended, begun, tables, told, moves, left_out, added, lane, allowed             |
 | Forked      | sequence, parent, choice                                                                             |
 | Begun       | sequence, token ids, prompt length, blocks, sampling (null: the host chooses)                        |
 | Sampling    | params, seed, stream, forbidden token ids, bad words (each an array of token ids)                    |
@@ -14,10 +14,13 @@ its fields, in their order there:
 | BlockMoves  | swapped out, poisoned, swapped in, copied (a pair of blocks is an array of two); loaded (each an     |
 |             | array of a block and its bytes)                                                                      |
 | Row         | sequence, start, number of tokens, number of choices (-1: logits)                                    |
+| Allowed-    | sequence, bits (bytes)                                                                               |
+| Tokens      |                                                                                                      |
 
-`params` is a map: the fields of `SamplingParams` by name; a field that a recording lacks has its default. Every list is
-an array. So a step in which all sequences go on and no table grows is 17 bytes,
-`9b n c2 90 90 90 90 90 95 90 90 90 90 90 90 90 00`, for any number of sequences.
+`params` is a map: the fields of `SamplingParams` by name; a field that a recording lacks has its default. So has
+`allowed`, which older recordings lack. Every list is an array. So a step in which all sequences go on and no table
+grows is 18 bytes, `9c n c2 90 90 90 90 90 95 90 90 90 90 90 90 90 00 90`, for any number of sequences without a
+grammar. For each sequence with one, a step has a bit for each token of the vocabulary.
 
 **A file** begins with the line `minipaged steps 2`. Frames follow, each a length in four bytes (big-endian) and that
 number of bytes of MessagePack: a `Header` (a map), a `RecordedStep` (an array) for each step, and at the end the number

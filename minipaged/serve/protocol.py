@@ -9,8 +9,10 @@ fault is answered with 400. Unknown fields are ignored, as in vLLM. Known fields
 from __future__ import annotations
 
 import dataclasses
+import json
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -20,7 +22,7 @@ from minipaged.engine.arrivals import MOST_SALT
 from minipaged.errors import InvalidRequest
 from minipaged.models.tokenizer import with_plain_content
 from minipaged.models.tool_messages import check_calls_and_results
-from minipaged.params import BeamSearchParams, SamplingParams
+from minipaged.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from minipaged.serve.tools import Tools, tools_of
 
 MOST_PROMPTS = 1024
@@ -69,10 +71,6 @@ REFUSED = {
     **{name: _AS_IN_PYTHON[name].why for name in ("lora_request", "repetition_detection", "watermarking", "best_of")},
     "routed_experts_prompt_start": _AS_IN_PYTHON["routed_experts_prompt_start"].why,
     **{name: f"it is the old form of {newer}; send that" for name, newer in _NEWER.items()},
-    **dict.fromkeys(
-        ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "response_format"),
-        _AS_IN_PYTHON["structured_outputs"].why,
-    ),
     **dict.fromkeys(
         ("audio", "modalities", "mm_processor_kwargs", "media_io_kwargs"), _AS_IN_PYTHON["mm_processor_kwargs"].why
     ),
@@ -139,6 +137,46 @@ class StreamOptions(_Body):
     """Whether to send the number of tokens so far in every chunk."""
 
 
+def _as_text(schema: Any) -> Any:
+    """A JSON schema as text. (A large body is validated in a thread, so this does not hold up others.)"""
+    return schema if schema is None or isinstance(schema, str) else json.dumps(schema)
+
+
+def _with_schema_as_text(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: _as_text(value) if name == "json" else value for name, value in given.items() if value is not None}
+
+
+Schema = Annotated[dict[str, Any] | str, AfterValidator(_as_text)]
+Structure = Annotated[dict[str, Any], AfterValidator(_with_schema_as_text)]
+"""The fields of `StructuredOutputsParams`."""
+GUIDED = ("json", "regex", "choice", "grammar", "whitespace_pattern")
+"""The fields that also have vLLM's older names: guided_json and so on."""
+
+
+class JsonSchema(_Body):
+    """The schema of a `response_format`, with its name. An output keeps to it whether it is `strict` or not."""
+
+    name: str | None = None
+    description: str | None = None
+    json_schema: Annotated[dict[str, Any], AfterValidator(_as_text)] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Body):
+    """OpenAI's field: text, a JSON object of any shape, or JSON by a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def form(self) -> dict[str, Any]:
+        """The field of `StructuredOutputsParams` that asks for this; empty for a text."""
+        if self.type == "json_schema":
+            if self.json_schema is None:
+                raise InvalidRequest('response_format has the type "json_schema", and no json_schema; give it one')
+            return {"json": self.json_schema.json_schema}
+        return {"json_object": True} if self.type == "json_object" else {}
+
+
 class SamplingBody(_Body):
     """The fields that completions and chats share."""
 
@@ -167,6 +205,13 @@ class SamplingBody(_Body):
     """The end of the prompt that truncation cuts off."""
     truncate_prompt_tokens: Annotated[Whole, Field(ge=-1)] | None = None
     prompt_logprobs: Annotated[Whole, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: Structure | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
     use_beam_search: bool | None = False
     length_penalty: float | None = 1.0
     stream: bool | None = False
@@ -201,11 +246,39 @@ class SamplingBody(_Body):
         for name in NOT_WITH_BEAMS if self.use_beam_search else ():
             if getattr(self, name, None) not in (None, False, [], {}, type(self).model_fields[name].default):
                 raise InvalidRequest(f"{name} has no meaning with use_beam_search, which does not sample; leave it out")
+        if self.form and self.use_beam_search:
+            raise InvalidRequest(
+                "structured_outputs and response_format have no meaning with use_beam_search, whose beams follow no "
+                "grammar; leave one of them out"
+            )
 
     @property
     @abstractmethod
     def reported(self) -> int | None:
         """The number of likeliest tokens to report with each token; None: no log-probabilities."""
+
+    @cached_property
+    def form(self) -> StructuredOutputsParams | None:
+        """The form that the output must have; None for any. Raises InvalidRequest."""
+        given = {name: form for name, form in self.asked_forms().items() if form is not None}
+        if len(given) > 1:
+            raise InvalidRequest(f"{' and '.join(given)} are given, and each says what the output must be; give one")
+        for form in given.values():
+            try:
+                return StructuredOutputsParams(**form)
+            except TypeError:
+                known = ", ".join(each.name for each in dataclasses.fields(StructuredOutputsParams))
+                raise InvalidRequest(f"structured_outputs has a field that is none of {known}; leave it out") from None
+        return None
+
+    def asked_forms(self) -> dict[str, dict[str, Any] | None]:
+        """For each way to ask for a form, the fields of `StructuredOutputsParams` that ask for it; None: not asked."""
+        old = {name: value for name in GUIDED if (value := getattr(self, f"guided_{name}")) is not None}
+        return {
+            "structured_outputs": self.structured_outputs,
+            "response_format": (self.response_format and self.response_format.form()) or None,
+            "the guided_ fields": old or None,
+        }
 
     def params(self, max_tokens: int | None, prompt_logprobs: int | None) -> SamplingParams | BeamSearchParams:
         """Return the engine's parameters. `max_tokens`: None for as many as fit. Raises InvalidRequest."""
@@ -222,6 +295,8 @@ class SamplingBody(_Body):
         asked = {"max_tokens": max_tokens, "logprobs": None if self.logprob_token_ids else self.reported}
         if prompt_logprobs is not None:
             asked["prompt_logprobs"] = prompt_logprobs
+        if self.form:
+            given["structured_outputs"] = self.form
         return SamplingParams(**given | asked)
 
     @property
@@ -233,7 +308,7 @@ class SamplingBody(_Body):
         return bool(self.wants_usage and self.stream_options and self.stream_options.continuous_usage_stats)
 
 
-OF_THE_SERVER = {"truncate_prompt_tokens", "prompt_logprobs", "logit_bias"}
+OF_THE_SERVER = {"truncate_prompt_tokens", "prompt_logprobs", "logit_bias", "structured_outputs"}
 """Fields that have another meaning or form in a body than in SamplingParams."""
 SAMPLING_NAMES = [
     each.name

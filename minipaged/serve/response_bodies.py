@@ -11,11 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from minipaged.errors import InvalidRequest
 from minipaged.models.tool_messages import parsed_arguments
-from minipaged.serve.protocol import ASKS_FOR_NOTHING, MOST_ITEMS, MOST_LOGPROBS, Message, SamplingBody, Whole
+from minipaged.serve.protocol import (
+    ASKS_FOR_NOTHING,
+    MOST_ITEMS,
+    MOST_LOGPROBS,
+    Message,
+    ResponseFormat,
+    SamplingBody,
+    Whole,
+)
 from minipaged.serve.tools import Tools, tools_of
 
 Json = dict[str, Any]
@@ -42,6 +50,7 @@ REFUSED_HERE: dict[str, str] = {
     "context_management": "a conversation is taken as it is; leave it out, and shorten the input",
     "moderation": "nothing here judges a text; leave it out",
     "messages": "their name here is input",
+    "response_format": "its name here is text.format",
     "max_tokens": "its name here is max_output_tokens",
     "max_completion_tokens": "its name here is max_output_tokens",
     **dict.fromkeys(("n", "use_beam_search", "length_penalty"), "a response is one sequence, which is sampled"),
@@ -116,21 +125,22 @@ class ResponsesBody(SamplingBody):
         """Return the tools that the model may call; None if it is to call none. Raises InvalidRequest."""
         return tools_of(self.tools, self.tool_choice, self.parallel_tool_calls, flat=True)
 
-    def response_format(self) -> Json | None:
-        """Return `text.format` as a chat's `response_format`; None for plain text. Raises InvalidRequest."""
+    def asked_forms(self) -> dict[str, Json | None]:
+        return super().asked_forms() | {"text.format": self._asked_format()}
+
+    def _asked_format(self) -> Json | None:
         given = (self.text or {}).get("format")
-        if given is None or given == {"type": "text"}:
+        if given is None:
             return None
-        kind = given.get("type") if isinstance(given, dict) else None
-        if kind == "json_object":
-            return {"type": "json_object"}
-        if kind != "json_schema" or not isinstance(given.get("schema"), dict):
+        if isinstance(given, dict) and given.get("type") == "json_schema":  # flat, where a chat's has it inside
+            given = {"type": "json_schema", "json_schema": given}
+        try:
+            return ResponseFormat.model_validate(given).form() or None
+        except ValidationError:
             raise InvalidRequest(
                 'text.format must be {"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "name": '
                 '..., "schema": ...}'
-            )
-        named = {key: given[key] for key in ("name", "description", "schema", "strict") if key in given}
-        return {"type": "json_schema", "json_schema": named}
+            ) from None
 
     def read_input(self) -> InputMessages:
         """Return the messages that the input stands for. Raises InvalidRequest, with the place in the input."""

@@ -6,6 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -16,14 +17,13 @@ from minipaged.errors import InvalidRequest, MinipagedError
 from minipaged.models.config import ModelConfig
 from minipaged.models.tokenizer import ChatOptions, Tokenizer
 from minipaged.outputs import RequestOutput, RequestUpdate
-from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams, truncated
+from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams, StructuredOutputsParams, truncated
 from minipaged.serve.answers import ChatAnswer, CompletionAnswer, Json, Prompt, Tokens
 from minipaged.serve.call_parsers import FAMILIES, ParserName, family_name
 from minipaged.serve.live.watch import Watch
 from minipaged.serve.metrics import Metrics
 from minipaged.serve.protocol import (
     COMPLETION_TOKENS,
-    REFUSED,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -160,7 +160,6 @@ class Words(ABC):
         self.check_model(body.model)
         body.check()
         tools = body.asked_tools()
-        check_response_format(body.response_format())
         conversation = body.read_input()
         self._check_length(sum(map(num_characters, conversation.messages)), "input")
         if conversation.calls:
@@ -362,21 +361,18 @@ def num_characters(message: Message) -> int:
     return len(str(message.get("content") or "")) + sum(len(str(call["function"].get("arguments"))) for call in calls)
 
 
-def check_response_format(given: Json | None) -> None:
-    """Raise InvalidRequest for a response format other than plain text."""
-    if given is not None:
-        raise InvalidRequest(f"text.format is not supported: {REFUSED['response_format']}")
-
-
 def held_to(params: SamplingParams | BeamSearchParams, schema: Json | None) -> SamplingParams | BeamSearchParams:
     """Return the parameters with which the output is held to a JSON schema; the same ones if it is None. Raises
     InvalidRequest."""
     if schema is None:
         return params
-    raise InvalidRequest(
-        'tool_choice is not supported yet with "required" or a named tool, because the output cannot be held to a '
-        'schema; send "auto", and ask for the call in a message'
-    )
+    assert isinstance(params, SamplingParams), "tools are refused with beam search"
+    if params.structured_outputs:
+        raise InvalidRequest(
+            'tool_choice asks for a call of a tool, and another field for another form of the answer; send "auto", or '
+            "leave out the other field"
+        )
+    return replace(params, structured_outputs=StructuredOutputsParams(json=schema))
 
 
 class LocalModel(Words):

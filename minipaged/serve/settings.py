@@ -42,6 +42,8 @@ class ServeSettings:
     """How the model writes tool calls: hermes, llama3_json or mistral; auto finds out by its chat template."""
     trust_request_chat_template: bool = False
     """Let requests bring their own chat template, which is a program."""
+    structured_output_backend: Literal["auto", "guidance"] = "auto"
+    """Library that holds outputs to a schema or grammar. There is one, llguidance, and both names mean it."""
     log_level: LogLevel = "info"
     """Log level: critical, error, warning, info, debug or trace; info logs each request."""
 

@@ -101,6 +101,9 @@ class CheckedMirror(Mirror):
             forbidden = sequence.sampling.forbidden_after(sequence.output_token_ids, row.stop - sequence.num_tokens)
             if given.output_token_ids is not sequence.output_token_ids or given.seed != sequence.sampling.seed:
                 self._differs(f"the sampling inputs for sequence {row.sequence} are those of another sequence")
+            allowed = None if given.allowed is None else given.allowed.tobytes()
+            if self._runner.engine is not None and allowed != _allowed(self._runner.engine, row.sequence):
+                self._differs(f"sequence {row.sequence} chooses among other tokens than its grammar allows")
             if (given.position, given.forbidden_token_ids) != (row.stop, forbidden):
                 self._differs(
                     f"sequence {row.sequence} chooses a token for position {given.position} instead of {row.stop}"
@@ -147,6 +150,13 @@ class CheckedMirror(Mirror):
 
     def _differs(self, message: str) -> NoReturn:
         raise InvariantViolation(Invariant.CONTENT, message)
+
+
+def _allowed(engine: Engine, number: int) -> bytes | None:
+    """The tokens that a running sequence's grammar allows next, as bits; None if it has no grammar."""
+    running = (sequence for request in engine.scheduler.running for sequence in request.sequences)
+    grammar = next((sequence.grammar for sequence in running if sequence.sequence_id == number), None)
+    return grammar.bits if grammar else None
 
 
 def _held_on_host(engine: Engine, block: int) -> bool:

@@ -10,7 +10,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count
 
 from minipaged import contracts
@@ -33,11 +33,13 @@ from minipaged.events import (
     RequestPreempted,
     TokensComputed,
 )
+from minipaged.mirror import token_bits
 from minipaged.outputs import CompletionUpdate, RequestOutput, RequestUpdate
 from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams
 from minipaged.scheduling import MakePolicy
 from minipaged.testing.content_runner import ContentRunner, numpy_model
 from minipaged.testing.fake_model import FakeModel
+from minipaged.testing.random_grammar import RandomGrammar
 
 COUNTED = (
     "request_refused",
@@ -233,6 +235,7 @@ class WorkloadRun:
             policy=self.policy,
             decode=self.decode or letters,
             encode=from_letters,
+            compile_grammar=partial(RandomGrammar, vocab_size=config.vocab_size),
             listeners=self.listeners,
             clock=lambda: next(ticks) / 1000,
             steady=self.steady,
@@ -437,15 +440,21 @@ def _alone(
     assert params.seed is not None
     for stream in range(params.n):
         output: list[int] = []
+        final = {*params.stop_token_ids, *eos}
+        form = params.structured_outputs
+        state = None if form is None else RandomGrammar(form, vocab_size).begin(final)
         while len(output) < most:
-            forbidden = {*params.stop_token_ids, *eos} if len(output) < params.min_tokens else set()
+            forbidden = {*final} if len(output) < params.min_tokens else set()
             for word in params.bad_words:
                 if letters(output).endswith(word[:-1]):
                     forbidden.update(from_letters(word[-1], add_special_tokens=False))
-            wanted = SamplingInput(0, params, prompt, output, params.seed, stream, tuple(forbidden))
+            allowed = None if state is None else token_bits(state.bits)
+            wanted = SamplingInput(0, params, prompt, output, params.seed, stream, tuple(forbidden), 0, allowed)
             [chosen] = model.tier.sample(logits(output), [wanted])
             output.append(chosen.token_id)
-            ended = chosen.token_id in (*params.stop_token_ids, *eos) or letters(output).endswith(tuple(params.stop))
+            ended = chosen.token_id in final or letters(output).endswith(tuple(params.stop))
+            if state is not None and not ended:
+                ended = state.consume(chosen.token_id)
             if ended and len(output) >= params.min_tokens:
                 break
         outputs.append(output)

@@ -322,8 +322,8 @@ def test_the_models(client: openai.OpenAI) -> None:
     ("given", "names"),
     [
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"extra_body": {"structured_outputs": {"json": {}}}}, "structured_outputs"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"extra_body": {"structured_outputs": {"structural_tag": "a"}}}, "structural_tag"),
         ({"extra_body": {"lora_request": {"name": "a"}}}, "lora_request"),
         ({"extra_body": {"best_of": 3}}, "best_of"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image_url"),

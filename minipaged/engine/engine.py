@@ -118,15 +118,8 @@ class Engine:
             self._ahead = Pipeline(self.scheduler, assign, self._launch, self._commit)
         elif config.async_scheduling:
             self._ahead = RunAhead(self._assign_ahead, self._launch, self._commit, self._requests)
-        self._emit(
-            EngineStarted(
-                config.num_blocks,
-                config.num_swap_blocks,
-                config.block_size,
-                config.max_model_len,
-                config.group_windows,
-            )
-        )
+        sizes = config.num_blocks, config.num_swap_blocks, config.block_size, config.max_model_len
+        self._emit(EngineStarted(*sizes, config.group_windows))
 
     # --- The methods of callers -------------------------------------------------------------------
 

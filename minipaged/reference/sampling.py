@@ -217,11 +217,7 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
     k0, k1 = key
     for _ in range(10):
         product0, product2 = 0xD2511F53 * c0, 0xCD9E8D57 * c2  # 64 bits each: high word, low word
-        c0, c1, c2, c3 = (
-            product2 >> 32 ^ c1 ^ k0,
-            product2 & 0xFFFFFFFF,
-            product0 >> 32 ^ c3 ^ k1,
-            product0 & 0xFFFFFFFF,
-        )
+        c0, c1 = product2 >> 32 ^ c1 ^ k0, product2 & 0xFFFFFFFF
+        c2, c3 = product0 >> 32 ^ c3 ^ k1, product0 & 0xFFFFFFFF
         k0, k1 = k0 + 0x9E3779B9 & 0xFFFFFFFF, k1 + 0xBB67AE85 & 0xFFFFFFFF
     return c0, c1, c2, c3

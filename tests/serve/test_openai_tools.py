@@ -85,6 +85,23 @@ def test_a_chat_calls_a_tool(client: openai.OpenAI) -> None:
     assert client.chat.completions.create(**given | {"messages": answered}).choices[0].message.tool_calls
 
 
+def test_each_of_several_choices_has_its_calls(client: openai.OpenAI) -> None:
+    given: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "tools": ALL_TOOLS, "temperature": 0, "n": 2}
+    choices = client.chat.completions.create(**given).choices
+    told = [(choice.message.content, (choice.message.tool_calls or [])[0].to_dict()) for choice in choices]
+    assert [(content, call["function"]) for content, call in told] == [
+        (SAID[0], {"name": SAID[1], "arguments": SAID[2]})
+    ] * 2
+    assert told[0][1]["id"] != told[1][1]["id"]
+    pieces = {0: "", 1: ""}
+    for chunk in client.chat.completions.create(**given, stream=True):
+        for choice in chunk.choices:
+            for call in choice.delta.tool_calls or []:
+                assert call.function
+                pieces[choice.index] += call.function.arguments or ""
+    assert pieces == {0: SAID[2], 1: SAID[2]}
+
+
 def test_a_response_calls_a_tool(client: openai.OpenAI) -> None:
     given: dict[str, Any] = {"model": "tiny", "input": "x", "tools": FLAT, "temperature": 0, "store": False}
     response = client.responses.create(**given)

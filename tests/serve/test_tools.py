@@ -70,6 +70,11 @@ def test_without_parallel_calls_there_is_the_first_only(script: Script) -> None:
         choice = script.chat(f"{F}\n{G}", step, parallel_tool_calls=False)
         assert calls_in(choice) == [("f", '{"a": 1}')]
         assert choice["finish_reason"] == "tool_calls"
+        cut = script.chat(f"{F}\n{G[:-14]}", step, parallel_tool_calls=False)  # the other call does not matter
+        assert (cut["message"]["tool_calls"][0]["function"], cut["finish_reason"]) == (
+            choice["message"]["tool_calls"][0]["function"],
+            "tool_calls",
+        )
 
 
 def test_a_call_that_is_cut_says_what_cut_it(script: Script) -> None:
@@ -107,6 +112,8 @@ def test_hidden_markers_are_found_by_their_tokens(mistral: Script, llama: Script
             assert calls_in(choice) == [("f", '{"a": 1}'), ("g", "{}")]
             assert choice["message"]["content"] == "Yes.é"
             assert all(len(call["id"]) == 9 for call in choice["message"]["tool_calls"])  # its templates want that
+        held = mistral.chat('Yes[TOOL_CALLS]f[ARGS]{"a": 1}', step, stop=["Yes!"])  # the text waits, and the marker too
+        assert (held["message"]["content"], calls_in(held)) == ("Yes", [("f", '{"a": 1}')])
         shown = mistral.chat('[TOOL_CALLS]f[ARGS]{"a": 1}', step, skip_special_tokens=False)
         assert calls_in(shown) == [("f", '{"a": 1}')]
         assert mistral.chat("[TOOL_CALLS] no [ARGS]", step)["message"]["content"] == " no "
@@ -329,6 +336,7 @@ def test_the_schema_of_calls_holds_the_schemas_of_the_tools() -> None:
     validator = jsonschema.Draft202012Validator(schema)
     assert all(validator.is_valid(calls) for calls in good)
     assert not any(validator.is_valid(calls) for calls in bad)
+    assert schema["$defs"]["0"]["$defs"]["tree"]["default"] == {"$ref": "#/no"}  # which is data
     choice = {"type": "function", "function": {"name": "f"}}
     one = tools_of(named("f", parameters=SCHEMA), choice, None)
     assert one

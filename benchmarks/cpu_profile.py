@@ -30,7 +30,7 @@ from minipaged.fast.cpu.product import TiledMatrix
 from minipaged.fast.kernels import RunLayers
 
 ELEMENT_WISE = ("rms_norm", "add_rms_norm", "swiglu", "rope_and_write")
-SAMPLING = ("argmax_logsumexp", "draw")
+SAMPLING = ("allowed_only", "argmax_logsumexp", "draw", "likeliest_allowed")
 
 
 def best(call: Callable[[], Any], rounds: int = 7) -> float:

@@ -134,6 +134,8 @@ BROKEN = [
     (llama, "add_rms_norm", one_number_off, "add_rms_norm"),
     (llama, "swiglu", last_row_unwritten, "swiglu"),
     (sampling, "argmax_logsumexp", last_result_off, "argmax_logsumexp"),
+    (sampling, "likeliest_allowed", last_result_off, "likeliest_allowed"),
+    (sampling, "allowed_only", nothing, "allowed_only"),
     (sampling, "draw", last_result_off, "draw"),
     (sampling, "draw", rows_ignored, "draw"),
     (packed, "packed", number_off_in_products, "packed Q4_1"),

@@ -61,6 +61,8 @@ def kernel_checks(setting: Setting) -> list[Job]:
             "add_rms_norm": check_add_rms_norm,
             "swiglu": check_swiglu,
             "argmax_logsumexp": check_argmax_logsumexp,
+            "likeliest_allowed": check_likeliest_allowed,
+            "allowed_only": check_allowed_only,
             "draw": check_draw,
             **{f"packed {name}": partial(check_packed, name) for name in packed_forms(setting, dtype)},
         }
@@ -404,6 +406,52 @@ def check_argmax_logsumexp(setting: Setting, dtype: torch.dtype, random: torch.G
     assert torch.equal(peaks[finite], exact[finite].amax(1)), "a peak is not the largest logit"
     totals = (exact[finite].logsumexp(1) - exact[finite].amax(1)).exp()
     return compare(log_totals[finite].exp(), totals, 1e-5)
+
+
+def check_likeliest_allowed(setting: Setting, dtype: torch.dtype, random: torch.Generator) -> Row:
+    """Half of the tokens allowed, one, none; and a row that holds NaN."""
+    rows, vocab, inputs = (4, 300, 7) if setting.tiny else (67, 128256, 200)
+    logits = (normal(rows, vocab + 5, dtype=dtype, random=random) * 4)[:, :vocab]  # strided
+    logits[3, vocab // 2 :] = torch.nan
+    of = torch.randint(rows, (inputs,), generator=random, device=random.device)
+    of[:4] = torch.arange(4, device=random.device)
+    is_allowed, bits = some_allowed(inputs, vocab, random)
+    with poisoned():
+        token_ids, found, peaks, log_totals = sampling.likeliest_allowed(logits, of, bits)
+    finite = of != 3
+    assert bool(peaks[~finite].isnan().all()), "a row that holds NaN must say so"
+    assert bool((token_ids[~finite] == vocab // 2).all()), "the first NaN must be named"
+    exact = logits.double()[of]
+    left = exact.masked_fill(~is_allowed, -torch.inf)
+    assert torch.equal(found[finite], left[finite].amax(1)), "a logit is not the largest that is allowed"
+    some = finite & is_allowed.any(1)
+    assert torch.equal(token_ids[some], left[some].argmax(1)), "a token is not the likeliest that is allowed"
+    assert torch.equal(peaks[finite], exact[finite].amax(1)), "a peak is not the largest logit"
+    totals = (exact[finite].logsumexp(1) - exact[finite].amax(1)).exp()
+    return compare(log_totals[finite].exp(), totals, 1e-5)
+
+
+def check_allowed_only(setting: Setting, dtype: torch.dtype, random: torch.Generator) -> Row:
+    rows, vocab = (4, 300) if setting.tiny else (67, 128256)
+    around = normal(rows, vocab + 5, dtype=dtype, random=random)
+    is_allowed, bits = some_allowed(rows, vocab, random)
+    expected = around.clone()
+    expected[:, 2:-3].masked_fill_(~is_allowed, -torch.inf)
+    sampling.allowed_only(around[:, 2:-3], bits)
+    assert torch.equal(around, expected), "not the forbidden logits alone are minus infinity"
+    return compare(around.exp(), expected.exp(), 0)
+
+
+def some_allowed(inputs: int, vocab: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Whether each token is allowed [inputs, vocab], and the same as bits [inputs, words] int32 that begin where no 16
+    bytes do: of half of the tokens in most rows, of the last one, and of none."""
+    words = -(-vocab // 32)
+    every = torch.randint(-(2**31), 2**31, (inputs * words + 1,), generator=random, device=random.device)
+    bits = every.to(torch.int32)[1:].view(inputs, words)
+    bits[1:3] = 0
+    bits[1, (vocab - 1) // 32] = 1 << (vocab - 1) % 32
+    token = torch.arange(vocab, device=random.device)
+    return (bits[:, token // 32] >> (token % 32)) & 1 == 1, bits
 
 
 def check_draw(setting: Setting, dtype: torch.dtype, random: torch.Generator) -> Row:

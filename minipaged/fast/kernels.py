@@ -343,10 +343,9 @@ class SamplingKernels(Protocol):
         peak is NaN, and the id is that of the first NaN, whether allowed or not.
         """
 
-    def allowed_only(self, table: Tensor, rows: Tensor, allowed: Tensor) -> None:
-        """Set the logits of the tokens that are not allowed to minus infinity: in row rows[i] of `table` [n, vocab]
-        float64, those that allowed[i] does not allow. `rows` and `allowed` are those of `likeliest_allowed`; no row
-        occurs twice."""
+    def allowed_only(self, table: Tensor, allowed: Tensor) -> None:
+        """Set the logits that allowed[i] does not allow to minus infinity, in each row i of `table` [n, vocab].
+        `allowed` [n, words] is that of `likeliest_allowed`."""
 
     def draw(
         self,

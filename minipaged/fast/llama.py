@@ -549,8 +549,8 @@ class Llama(Runner):
 
     def warm_up(self) -> None:
         """Run small examples of all work that serving may need, so that kernels compile now and not while requests
-        wait. (numba keeps compiled code in files, so on a CPU the penalties are left to the first request that has
-        some.) The cache must be unused."""
+        wait. (numba keeps compiled code in files, so on a CPU penalties and grammars are left to the first request
+        that has some.) The cache must be unused."""
         chosen_by = [SamplingParams(temperature=0), SamplingParams(temperature=1)]
         if is_gpu(self.kv_cache.device):
             self._warm_up_kernels()
@@ -562,6 +562,19 @@ class Llama(Runner):
             result = self._begin_anew([1], Sampling(params, seed=0, stream=0))
             if self.chooses:
                 list(result.choices)
+        if is_gpu(self.kv_cache.device) and self.chooses:
+            self._warm_up_grammars(result.logits)
+
+    def _warm_up_grammars(self, logits: Tensor) -> None:
+        """Choose tokens for the first row of `logits` among those that a grammar allows: greedily, by drawing, and
+        with a penalty."""
+        allowed = np.full(-(-self.config.vocab_size // 32), 2**32 - 1, np.uint32)
+        for params in (
+            SamplingParams(temperature=0),
+            SamplingParams(temperature=1),
+            SamplingParams(repetition_penalty=2),
+        ):
+            list(self.sample(logits, [SamplingInput(0, params, [0], [], seed=0, stream=0, allowed=allowed)]))
 
     def _warm_up_kernels(self) -> None:
         """Run prompts for all tile sizes, the largest number of sequences, a fork, and block moves."""

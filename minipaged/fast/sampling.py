@@ -13,7 +13,7 @@ and the result is one token and one log-probability per sequence. So
 - an input that is greedy and has no penalties, the commonest kind, costs one read of its row (`argmax_logsumexp`, or
   `likeliest_allowed` with a grammar) and no float64 copy;
 - a row or a distribution that several inputs share is computed once. Only inputs with penalties or forbidden tokens,
-  and those that draw with a grammar, need their own row.
+  and those that draw with a grammar, need their own row. (With a grammar alone it has the type of the logits.)
 
 The functions that read whole rows are kernels (`kernels.SamplingKernels`).
 """
@@ -103,13 +103,15 @@ class Choosing:
         self._in_grammar: list[SamplingInput] = []  # the inputs whose allowed tokens are sent at each step
         if self._all_greedy and self._in_order and not in_grammar:
             return  # the commonest batch: it sends nothing
-        altered = [index for index, wanted in enumerate(inputs) if _needs_own_row(wanted)]
-        own_rows = set(altered)
-        restricted = [index for index in in_grammar if index not in own_rows]
+        altered = [index for index, wanted in enumerate(inputs) if _is_altered(wanted)]
+        restricted = [index for index in in_grammar if not _is_altered(inputs[index])]
+        restricted.sort(key=lambda index: inputs[index].params.temperature > 0)
+        self._num_greedy = sum(inputs[index].params.temperature == 0 for index in restricted)
         if self._all_greedy and in_grammar:
             restricted = list(range(len(inputs)))  # one kernel does all
         self._in_grammar = [inputs[index] for index in restricted]
-        self._in_grammar += [inputs[index] for index in altered if inputs[index].allowed is not None]
+        if len(in_grammar) > len(restricted):
+            self._in_grammar += [inputs[index] for index in altered]
         self._lookups = lookups = _Lookups(
             rows=rows,
             restricted=restricted,
@@ -124,10 +126,16 @@ class Choosing:
         self._tells_others = any(
             wanted.params.logprobs is not None or wanted.params.logprob_token_ids for wanted in inputs
         )
+        own_rows = {*restricted, *altered}
         plain = [(index, row) for index, row in enumerate(rows) if index not in own_rows]
-        self._draws = _Drawing(plain, inputs, device, vocab, self._kernels)
-        of_table = [(index, row) for row, index in enumerate(lookups.altered)]
-        self._altered_draws = _Drawing(of_table, inputs, device, vocab, self._kernels)
+        self._draws, self._restricted_draws, self._altered_draws = (
+            _Drawing(users, inputs, device, vocab, self._kernels)
+            for users in (
+                plain,
+                [(index, row) for row, index in enumerate(restricted[self._num_greedy :])],
+                [(index, row) for row, index in enumerate(altered)],
+            )
+        )
 
     @classmethod
     def of(cls, inputs: Sequence[SamplingInput], logits: Tensor, before: Choosing | None = None) -> Choosing:
@@ -160,6 +168,11 @@ class Choosing:
             first, allowed = allowed[: len(lookups.restricted)], allowed[len(lookups.restricted) :]
             best = kernels.likeliest_allowed(logits, sent.restricted_rows, first)  # [restricted] each
             token_ids[sent.restricted], restricted_peaks, *_ = best
+            greedy = self._num_greedy
+            if greedy < len(lookups.restricted):
+                table = logits[sent.restricted_rows[greedy:]]  # [restricted that draw, vocab]
+                kernels.allowed_only(table, first[greedy:])
+                self._restricted_draws.put_into(token_ids, table, restricted_peaks[greedy:])
         if lookups.altered:
             table = penalise(logits, [inputs[index] for index in lookups.altered], allowed)  # [altered, vocab]
             token_ids[sent.altered], altered_peaks, _ = kernels.argmax_logsumexp(table)  # [altered]
@@ -202,7 +215,7 @@ class _Lookups(NamedTuple, Generic[Column]):
     """The rows, inputs and tokens that `sample` looks up."""
 
     rows: Column  # [inputs], each input's row of the logits
-    restricted: Column  # [restricted], greedy inputs to which only a grammar applies; in an all-greedy batch, all
+    restricted: Column  # [restricted], inputs to which only a grammar applies, greedy ones first; or all inputs
     restricted_rows: Column  # [restricted], their rows
     altered: Column  # [altered], inputs that need their own row
     ranked: Column  # [ranked], rows whose likeliest tokens are requested
@@ -257,13 +270,12 @@ def gather_logprobs(logits: Tensor, token_ids: Sequence[int], num_logprobs: int)
 
 def _is_plainly_greedy(wanted: SamplingInput) -> bool:
     params = wanted.params
-    return params.temperature == 0 and params.num_likeliest is None and not _needs_own_row(wanted)
+    return params.temperature == 0 and params.num_likeliest is None and not _is_altered(wanted)
 
 
-def _needs_own_row(wanted: SamplingInput) -> bool:
-    """Whether the logits are copied for this input. A grammar alone needs no copy if the input is greedy."""
-    others = len(wanted.forbidden_token_ids) > 0 or wanted.params.changes_logits
-    return others or (wanted.allowed is not None and wanted.params.temperature > 0)
+def _is_altered(wanted: SamplingInput) -> bool:
+    """Whether the request changes logits of this input otherwise than by a grammar."""
+    return len(wanted.forbidden_token_ids) > 0 or wanted.params.changes_logits
 
 
 def _likeliest(
@@ -311,11 +323,10 @@ def _tell_others(
 
 def penalise(logits: Tensor, inputs: Sequence[SamplingInput], allowed: Tensor | None = None) -> Tensor:
     """Return a row in float64 for each input [inputs, vocab], after the restriction to allowed tokens, bias and
-    penalties. `allowed`: what `send_allowed` returns for those inputs that have a grammar; None if there are none.
+    penalties. `allowed`: what `send_allowed` returns for the inputs; None or empty if none of them has a grammar.
 
     The changes are collected as (place, token) pairs over all inputs, and each rule is applied in one operation.
     """
-    in_grammar = [number for number, wanted in enumerate(inputs) if wanted.allowed is not None]
     limited = [number for number, wanted in enumerate(inputs) if wanted.params.allowed_token_ids is not None]
     listed = _Rules(*(_PairList() for _ in _Rules._fields))
     for number, wanted in enumerate(inputs):
@@ -330,12 +341,13 @@ def penalise(logits: Tensor, inputs: Sequence[SamplingInput], allowed: Tensor | 
             listed.seen.add(number, seen, params.repetition_penalty)
         tokens, times = np.unique(output, return_counts=True)  # [generated]
         listed.generated.add(number, tokens, params.frequency_penalty * times + params.presence_penalty)
-    numbers = ([wanted.row for wanted in inputs], in_grammar, limited)
-    [rows, restricted, only], *sent = send_records(logits.device, numbers, *(pairs.joined() for pairs in listed))
+    [rows, only], *sent = send_records(
+        logits.device, [[wanted.row for wanted in inputs], limited], *(pairs.joined() for pairs in listed)
+    )
     rules = _Rules(*(_Pairs(*columns) for columns in sent))
     table = logits[rows].double()  # [inputs, vocab]
-    if allowed is not None and in_grammar:
-        kernels_for(logits.device).allowed_only(table, restricted, allowed)
+    if allowed is not None and len(allowed):
+        kernels_for(logits.device).allowed_only(table, allowed)
     held = table[rules.allowed.where]  # [allowed]
     table.index_fill_(0, only, -math.inf)
     table[rules.allowed.where] = held

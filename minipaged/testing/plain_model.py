@@ -40,6 +40,8 @@ def _choose(row: Sequence[float], wanted: SamplingInput) -> Sampled:
         r = Random(f"{wanted.seed} {wanted.stream} {wanted.position}")
         noise = [r.gauss(0, SPREAD * params.temperature) for _ in row]
     allowed = {*(params.allowed_token_ids or range(len(row)))} - {*wanted.forbidden_token_ids}
+    if (bits := wanted.allowed) is not None:
+        allowed = {token for token in allowed if token < 32 * len(bits) and int(bits[token >> 5]) >> (token & 31) & 1}
     token = max(sorted(allowed), key=lambda token: row[token] + noise[token])
     return _report(row, token, params.num_likeliest, params.logprob_token_ids)
 

@@ -7,9 +7,10 @@ from contextlib import nullcontext
 
 import pytest
 
+from minipaged.contracts import SamplingInput
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
 from minipaged.testing.content_runner import ContentRunner
-from minipaged.testing.plain_model import PlainModel, logits
+from minipaged.testing.plain_model import PlainModel, logits, sample
 from tests.effort import one_case_in, scaled, seeds
 from tests.workloads import Workload, WorkloadRequest, WorkloadRun, random_workload
 
@@ -29,6 +30,15 @@ def test_every_invariant_holds_in_random_workloads(seeds: range) -> None:
 def test_logits_are_the_same_everywhere() -> None:
     """In a page, with 32 bits, as here: a digit of each would be another one if they went by Python's hash."""
     assert [round(number, 3) for number in logits([3, 1, 4], 4)] == [-2.546, 3.875, -0.306, 1.938]
+
+
+def test_a_token_that_a_grammar_does_not_allow_is_never_chosen() -> None:
+    """Tokens past the last bit are not allowed either."""
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature)
+        rows = [[float(token)] * token + [9.0] * (70 - token) for token in range(10)]
+        inputs = [SamplingInput(row, params, [1], [], seed=row, stream=0, allowed=[0b1010, 1]) for row in range(10)]
+        assert {chosen.token_id for chosen in sample(rows, inputs)} <= {1, 3, 32}
 
 
 def test_whoever_reads_another_token_chooses_other_tokens() -> None:

@@ -350,6 +350,14 @@ def model_entries(arch: int) -> Iterator[Entry]:
                 {"VOCAB": vocab, "TILE": sampling.TILE, "num_warps": 8, "enable_fp_fusion": False},
                 wide=frozenset({"loads"}),
             )
+            yield Entry(
+                f"tile-allowed-{name}-{vocab}",
+                sampling._tile_allowed,
+                {"logits": pointer, "rows": "*i64", "allowed": "*i32", "tile_tokens": "*i64"}
+                | dict.fromkeys(("tile_logits", "tile_peaks", "tile_totals"), "*fp32")
+                | dict.fromkeys(("logits_stride", "allowed_stride"), "i32"),
+                {"VOCAB": vocab, "TILE": sampling.TILE, "num_warps": 8, "enable_fp_fusion": False},
+            )
 
 
 HALF, SINGLE = {"scales": "*fp16"}, {"scales": "*fp32"}
@@ -423,6 +431,9 @@ def draw_entries() -> Iterator[Entry]:
         tiles = triton.cdiv(128256, sampling.DRAW_TILE)
         constants = options | {"TILES": tiles, "WIDTH": triton.next_power_of_2(tiles)}
         yield Entry(f"draw-{name}", sampling._draw, logits | drawn, constants)
+        in_grammar = {"table": pointer, "allowed": "*i32", "table_stride": "i32", "allowed_stride": "i32"}
+        constants = {"VOCAB": 128256, "TILE": sampling.TILE, "num_warps": 8}
+        yield Entry(f"forbid-{name}", sampling._forbid, in_grammar, constants)
 
 
 def small_entries() -> Iterator[Entry]:
@@ -439,12 +450,20 @@ def small_entries() -> Iterator[Entry]:
     every = integers(*each, "context_lens")
     yield Entry("advance-decode", block_table._advance_decode, every, lanes | block_size)
     tiles = triton.cdiv(128256, sampling.TILE)
+    merged = {"TILES": tiles, "WIDTH": triton.next_power_of_2(tiles), "num_warps": 1, "enable_fp_fusion": False}
     yield Entry(
         "row-peaks-128256",
         sampling._row_peaks,
         {"tile_tokens": "*i64", "tile_peaks": "*fp32", "tile_totals": "*fp32"}
         | {"token_ids": "*i64", "peaks": "*fp32", "log_totals": "*fp32"},
-        {"TILES": tiles, "WIDTH": triton.next_power_of_2(tiles), "num_warps": 1, "enable_fp_fusion": False},
+        merged,
+    )
+    yield Entry(
+        "row-allowed-128256",
+        sampling._row_allowed,
+        {"tile_tokens": "*i64", "tile_logits": "*fp32", "tile_peaks": "*fp32", "tile_totals": "*fp32"}
+        | {"token_ids": "*i64", "found": "*fp64", "peaks": "*fp64", "log_totals": "*fp64"},
+        merged,
     )
 
 

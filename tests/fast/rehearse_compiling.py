@@ -22,7 +22,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -179,6 +179,7 @@ from minipaged.fast import cpu  # noqa: E402
 from minipaged.fast import llama as fast_llama  # noqa: E402
 from minipaged.fast.gpu import attention, block_table, kv_cache, llama, packed, sampling  # noqa: E402
 from minipaged.fast.llama import DecodeGraph, Llama  # noqa: E402
+from minipaged.mirror import Mirror  # noqa: E402
 from minipaged.models.config import ModelConfig, weight_shapes  # noqa: E402
 from minipaged.models.quantized.stored import Activations, Float8, Grouped, StoredMatrix  # noqa: E402
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams  # noqa: E402
@@ -283,6 +284,20 @@ def params(rng: random.Random) -> SamplingParams | BeamSearchParams:
     )
 
 
+def with_grammars(mirror: Mirror, _inputs: Callable[[Mirror], Any] = Mirror.sampling_inputs) -> Any:
+    """The inputs of a step, half of them with a grammar that allows every other token. The same inputs come again as
+    the same object, so that a plan goes on."""
+    inputs = _inputs(mirror)
+    if LOG.phase != "serving":
+        return inputs
+    kept = vars(mirror).setdefault("in_grammars", {})
+    if kept.get("of") is not inputs:
+        bits = np.full(1 << 20, 0x55555555, np.uint32)
+        given = tuple(replace(wanted, allowed=bits if wanted.seed % 2 else None) for wanted in inputs)
+        kept.update({"of": inputs, "given": given})
+    return kept["given"]
+
+
 def serve(engine: Engine, case: Case, rng: random.Random) -> None:
     """As many short requests as a batch holds, at once; then random ones, some of which begin as others do."""
     for _ in range(case.max_num_seqs):
@@ -323,7 +338,8 @@ def rehearse(case: Case) -> dict[str, Any]:
     torch.cuda.get_device_capability = lambda device=None: divmod(case.capability, 10)
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=case.sms)
     LOG.begin("making")
-    with FAULTS[case.fault](), patch.object(Llama, "warm_up", warm_up):
+    grammars = patch.object(Mirror, "sampling_inputs", with_grammars)
+    with FAULTS[case.fault](), patch.object(Llama, "warm_up", warm_up), grammars:
         tier = FastTier.of(fast_tier(), "cpu", case.dtype)
         runner = tier.make_runner(config, weights, EngineConfig(**settings))
         runner._has_small_layers = case.small_layers
@@ -377,8 +393,9 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "": contextlib.nullcontext,
     "chooses only": lambda: patch.object(Llama, "_warm_up_kernels", lambda llama: None),
     "shares unprepared": lambda: patch.object(Llama, "_warm_up_shared_reading", lambda llama: None),
-    "no penalties": lambda: patch("minipaged.fast.llama.SamplingParams", lambda **given: _params(temperature=1)),
+    "draws only": lambda: patch("minipaged.fast.llama.SamplingParams", lambda **given: _params(temperature=1)),
     "greedy only": lambda: patch("minipaged.fast.llama.SamplingParams", lambda **given: _params(temperature=0)),
+    "no grammars": lambda: patch.object(Llama, "_warm_up_grammars", lambda llama, logits: None),
     "captures at once": lambda: patch.object(
         DecodeGraph, "step", lambda graph: _step(graph) if LOG.phase == "capture" else None
     ),

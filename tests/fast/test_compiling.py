@@ -29,8 +29,9 @@ SHARING = {"_shared_kernel", "_decode_kernel", "_reduce_kernel"}
 FAULTS = {
     "chooses only": {"_copy_blocks", "_fork_tables", "_prefill_kernel", *SHARING},
     "shares unprepared": SHARING,
-    "no penalties": {"_tile_totals", "_draw"},
-    "greedy only": {"_tile_totals", "_draw"},
+    "draws only": {"_forbid", "_tile_totals", "_draw"},
+    "greedy only": {"_forbid", "_tile_totals", "_draw"},
+    "no grammars": {"_tile_allowed", "_row_allowed", "_forbid"},
     "looks at addresses": {"_slot_mapping"},
 }
 """What is broken on purpose in the rehearsal, and which kernels are then compiled too late."""

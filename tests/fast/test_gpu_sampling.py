@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
-from minipaged.fast.gpu import argmax_logsumexp, draw
+from minipaged.fast.gpu import allowed_only, argmax_logsumexp, draw, likeliest_allowed
 from minipaged.fast.gpu import sampling as gpu
 from minipaged.params import SamplingParams
 from minipaged.reference import sampling as reference
@@ -89,6 +89,70 @@ def test_a_row_that_holds_nan_or_infinity_says_so_and_its_neighbours_do_not_care
     assert peaks[1] == float("inf")
     assert torch.isnan(peaks[2])
     assert peaks[3] == -float("inf")
+
+
+# --- Grammars ---------------------------------------------------------------------------------------
+
+
+def allowed_tokens(inputs: int, vocab: int, data: st.DataObject) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whether each token is allowed [inputs, vocab], and the bits [inputs, words] with more bits past the last token.
+    The bits do not begin where their memory does, as those of a batch's last inputs."""
+    words = -(-vocab // 32)
+    bits = np.random.default_rng(data.draw(st.integers(0, 99))).integers(0, 2**32, (inputs + 1, words), dtype=np.uint32)
+    for row in bits:
+        kind = data.draw(st.sampled_from(["half", "all", "none", "one", "the first words"]))
+        if kind != "half":
+            row[:] = 2**32 - 1 if kind == "all" else 0
+        if kind == "one":
+            token = data.draw(st.integers(0, vocab - 1))
+            row[token // 32] = 1 << token % 32
+        elif kind == "the first words":
+            row[: words // 2] = 2**32 - 1
+    known = np.unpackbits(bits.astype("<u4").view(np.uint8), axis=1, bitorder="little")[:, :vocab]
+    return torch.from_numpy(known[1:] == 1), torch.from_numpy(bits.view(np.int32)).to(DEVICE)[1:]
+
+
+@settings(max_examples=examples(40))
+@given(vocab=VOCABS, dtype=st.sampled_from([*DTYPES, torch.float64]), data=st.data())
+def test_the_likeliest_allowed_token_is_the_likeliest_of_those_that_are_left(
+    vocab: int, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    """And the rest is what `argmax_logsumexp` tells of the whole row. Rows with a stride, ties, and bad ones."""
+    rows = torch.tensor(data.draw(st.lists(st.integers(0, 2), max_size=4)), dtype=torch.int64)
+    logits = random_logits(3, vocab + 5, dtype, seed=vocab).round()[:, :vocab]
+    if data.draw(st.booleans()):
+        where = data.draw(st.integers(0, vocab - 1) | st.just(slice(None)))
+        logits[1, where] = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
+    is_allowed, bits = allowed_tokens(len(rows), vocab, data)
+
+    with GuardedMemory():
+        token_ids, found, peaks, log_totals = likeliest_allowed(logits.to(DEVICE), rows.to(DEVICE), bits)
+    likeliest, *expected = argmax_logsumexp(logits.to(DEVICE))
+
+    assert [each.dtype for each in (token_ids, found, peaks, log_totals)] == [torch.int64, *[torch.float64] * 3]
+    torch.testing.assert_close((peaks, log_totals), tuple(each[rows.to(DEVICE)] for each in expected), equal_nan=True)
+    for i, row in enumerate(rows.tolist()):
+        left = torch.where(is_allowed[i], logits[row].double(), -math.inf)
+        if math.isnan(peaks[i]):
+            assert token_ids[i] == likeliest[row]
+        else:
+            assert found[i].item() == left.max().item()
+            assert token_ids[i] == left.argmax() or left.max() == -math.inf
+
+
+@settings(max_examples=examples(20))
+@given(vocab=VOCABS, dtype=st.sampled_from([*DTYPES, torch.float64]), data=st.data())
+def test_what_is_not_allowed_is_set_to_minus_infinity_and_nothing_else_is_touched(
+    vocab: int, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    """A table with a stride, of any type."""
+    around = random_logits(data.draw(st.integers(0, 3)), vocab + 5, dtype, seed=vocab)
+    is_allowed, bits = allowed_tokens(len(around), vocab, data)
+    expected = around.clone()
+    expected[:, 2:-3] = torch.where(is_allowed, around[:, 2:-3], -math.inf)
+    around = around.to(DEVICE)
+    allowed_only(around[:, 2:-3], bits)
+    assert torch.equal(around.cpu(), expected)
 
 
 # --- Drawing ----------------------------------------------------------------------------------------

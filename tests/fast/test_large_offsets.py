@@ -357,6 +357,11 @@ def sampling(module: ModuleType, high: bool) -> Results:
     rows = torch.arange(3)
     drawn = module.draw(logits, rows, peaks, ones, -torch.inf * ones, zeros, 0 * ones, rows, 0.6 * ones, depth=0)
     yield from (token_ids, peaks, log_totals, drawn)
+    bits = spread(integers([0, 0, 0, 0], [-1, 0, 5, 0], [1 << 9, 0, 0, 1]))  # a row of each input
+    yield from module.likeliest_allowed(logits, rows, bits)
+    table = spread(numbers(3, 100, dtype=torch.float64))
+    module.allowed_only(table, bits)
+    yield table
 
 
 SETS = [attention, block_table, kv_cache, llama, packed, sampling]
@@ -397,6 +402,7 @@ def test_what_lies_far_apart_is_found_like_what_lies_together(
 WIDENING = ".to(tl.int64)"
 IN_VAIN = {
     "_row_peaks: row = tl.program_id(0).to(tl.int64)",
+    "_row_allowed: i = tl.program_id(0).to(tl.int64)",
     "_tile_totals: i = tl.program_id(0).to(tl.int64)",
     "_draw: number = tl.program_id(0).to(tl.int64)",
     "_draw: tl.store(token_ids + number, (chosen * TILE + within).to(tl.int64))",

@@ -45,14 +45,22 @@ def inputs(params: list[SamplingParams] = EVERY_WAY, each: int = 5) -> list[Samp
     ]
 
 
+def in_grammars(wanted: list[SamplingInput]) -> list[SamplingInput]:
+    """The same inputs; two of three may choose among half of the tokens."""
+    bits = np.random.default_rng(2).integers(0, 2**32, (len(wanted), -(-VOCAB // 32)), dtype=np.uint32)
+    return [replace(one, allowed=bits[i] if i % 3 else None) for i, one in enumerate(wanted)]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("has_grammars", [False, True])
 @pytest.mark.parametrize("params", [EVERY_WAY[:1], EVERY_WAY], ids=["greedy", "every way"])
 def test_half_precision_is_taken_for_the_float32_that_it_is(
-    dtype: torch.dtype, device: str, params: list[SamplingParams]
+    dtype: torch.dtype, device: str, params: list[SamplingParams], has_grammars: bool
 ) -> None:
     logits = table(dtype, device)
-    found, expected = sampling.sample(logits, inputs(params)), sampling.sample(logits.float(), inputs(params))
+    wanted = in_grammars(inputs(params)) if has_grammars else inputs(params)
+    found, expected = sampling.sample(logits, wanted), sampling.sample(logits.float(), wanted)
     assert [one.token_id for one in found] == [one.token_id for one in expected]
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.logprob == pytest.approx(theirs.logprob, abs=2e-6)
@@ -127,6 +135,33 @@ def test_what_was_worked_out_once_chooses_the_same_tokens_as_the_outputs_grow(
         assert len(set(map(tuple, drawn))) == 4, "each position draws with a number of its own"
 
 
+@pytest.mark.parametrize("params", [EVERY_WAY[:1], EVERY_WAY], ids=["greedy", "every way"])
+def test_only_a_batch_with_grammars_sends_what_they_allow_and_in_one_copy_a_step(
+    params: list[SamplingParams], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+    send_allowed = sampling.send_allowed
+
+    def send(logits: torch.Tensor, wanted: Any) -> torch.Tensor:
+        sent.append(len(wanted))
+        return send_allowed(logits, wanted)
+
+    monkeypatch.setattr(sampling, "send_allowed", send)
+    kernels = kernels_for(torch.device("cpu"))
+    for name in ("likeliest_allowed", "allowed_only"):
+        monkeypatch.setattr(kernels, name, None)
+    list(sampling.sample(table(), inputs(params)))
+    assert sent == []
+    monkeypatch.undo()
+    monkeypatch.setattr(sampling, "send_allowed", send)
+    wanted = in_grammars(inputs(params))
+    plan = sampling.Choosing.of(wanted, table())
+    for _ in range(3):
+        list(plan.sample(table()))
+    has_grammar = [one.allowed is not None or one.params.changes_logits for one in wanted]  # what is altered is sent
+    assert sent == [len(wanted) if len(params) == 1 else sum(has_grammar)] * 3
+
+
 def test_the_model_works_out_once_how_to_choose_while_a_lane_has_the_same_inputs() -> None:
     model: Any = SimpleNamespace(_choosing={}, mirror="a lane's", kernels=kernels_for(torch.device("cpu")))
     first, other = tuple(inputs()), tuple(inputs())
@@ -189,6 +224,7 @@ def test_logits_that_cannot_be_served_are_refused_after_drawing_and_not_within_i
         logits = table(device=device)
         logits[2] = bad
         for one in (*EVERY_WAY, SamplingParams(top_p=0.5), SamplingParams(top_k=3), SamplingParams(min_p=0.5)):
-            for wanted, chosen in zip(inputs([one]), sampling.sample(logits, inputs([one])), strict=True):
-                assert (chosen.error or "").startswith("the model's logits for the next token") == (wanted.row == 2)
-                assert (chosen.error is None) == (wanted.row != 2)
+            for asked in (inputs([one]), in_grammars(inputs([one]))):
+                for wanted, chosen in zip(asked, sampling.sample(logits, asked), strict=True):
+                    assert (chosen.error or "").startswith("the model's logits for the next token") == (wanted.row == 2)
+                    assert (chosen.error is None) == (wanted.row != 2)

@@ -65,6 +65,10 @@ def sampling(dtype: torch.dtype) -> Iterator[None]:
     logits = torch.zeros(1, 4, dtype=dtype)
     cpu.argmax_logsumexp(logits)
     yield
+    cpu.likeliest_allowed(logits, whole, torch.zeros(1, 1, dtype=torch.int32))
+    yield
+    cpu.allowed_only(logits, torch.zeros(1, 1, dtype=torch.int32))
+    yield
     cpu.largest(logits, 1)
     yield
     cpu.uniform(*np.zeros((3, 1), np.uint64))
@@ -119,7 +123,7 @@ PARTS = {
     if HAS_VECTORS
     else CompileJob(prompts, _read_heads, slice(None), 1),
     "decoding": CompileJob(decoding, _decode, slice(1), 1),
-    "sampling": CompileJob(sampling, _draw, slice(1), 4),
+    "sampling": CompileJob(sampling, _draw, slice(1), 6),
     "layers": CompileJob(layers, _run, slice(2, 3), 6),
 }
 SHARES = (("decoding", "sampling"), ("prompts", "layers"))

@@ -86,9 +86,9 @@ def likeliest_allowed(logits: Tensor, rows: Tensor, allowed: Tensor) -> tuple[Te
     return torch.from_numpy(token_ids), torch.from_numpy(found), torch.from_numpy(peaks), torch.from_numpy(log_totals)
 
 
-def allowed_only(table: Tensor, rows: Tensor, allowed: Tensor) -> None:
+def allowed_only(table: Tensor, allowed: Tensor) -> None:
     """See `minipaged.fast.kernels`."""
-    _allowed_only(table.numpy(), rows.numpy(), allowed.numpy())
+    _allowed_only(table.numpy(), allowed.numpy())
 
 
 def largest(values: Tensor, count: int) -> Tensor:
@@ -220,9 +220,9 @@ def _likeliest_allowed(logits, bits, magnitude, rows, allowed, token_ids, found,
 
 
 @kernel(parallel=True)
-def _allowed_only(table, rows, allowed):
-    for i in prange(len(rows)):
-        _forbid(table[rows[i]], allowed[i])
+def _allowed_only(table, allowed):
+    for row in prange(len(table)):
+        _forbid(table[row], allowed[row])
 
 
 @inner()

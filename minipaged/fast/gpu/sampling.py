@@ -101,7 +101,7 @@ def likeliest_allowed(logits: Tensor, rows: Tensor, allowed: Tensor) -> tuple[Te
     if logits.dtype == torch.float64:
         table = logits[rows]  # [inputs, vocab]
         likeliest, peaks, log_totals = argmax_logsumexp(table)
-        allowed_only(table, torch.arange(len(rows), device=logits.device), allowed)
+        allowed_only(table, allowed)
         token_ids = torch.where(peaks.isnan(), likeliest, table.argmax(1))  # [inputs]
         return token_ids, table.gather(1, token_ids[:, None])[:, 0], peaks, log_totals
     inputs, vocab = len(rows), logits.shape[1]
@@ -137,7 +137,7 @@ def _tile_allowed(
     row = logits + tl.load(rows + i) * logits_stride
     x = tl.load(row + token, mask=token < VOCAB, other=-float("inf")).to(tl.float32)
     is_number = x == x
-    left = tl.where(_is_allowed(allowed + i * allowed_stride, token, VOCAB) | ~is_number, x, -float("inf"))
+    left = tl.where(_is_allowed(allowed + i * allowed_stride, tile, VOCAB, TILE) | ~is_number, x, -float("inf"))
     likeliest, logit = _first_largest(left, token)
     peak = tl.max(tl.where(is_number, x, -float("inf")), axis=0)
     to = i * tl.num_programs(1) + tile
@@ -166,28 +166,31 @@ def _row_allowed(
     tl.store(log_totals + i, tl.log(tl.sum(tile_total * tl.exp(tile_peak - peak), axis=0)).to(tl.float64))
 
 
-def allowed_only(table: Tensor, rows: Tensor, allowed: Tensor) -> None:
+def allowed_only(table: Tensor, allowed: Tensor) -> None:
     """See `minipaged.fast.kernels`."""
     vocab = table.shape[1]
-    _forbid[len(rows), triton.cdiv(vocab, TILE)](
-        table, rows, allowed, table.stride(0), allowed.stride(0), VOCAB=vocab, TILE=TILE, num_warps=8
+    _forbid[len(table), triton.cdiv(vocab, TILE)](
+        table, allowed, table.stride(0), allowed.stride(0), VOCAB=vocab, TILE=TILE, num_warps=8
     )
 
 
-@triton.jit(do_not_specialize=["rows", "allowed"])
-def _forbid(table, rows, allowed, table_stride, allowed_stride, VOCAB: tl.constexpr, TILE: tl.constexpr):
+@triton.jit(do_not_specialize=["allowed"])
+def _forbid(table, allowed, table_stride, allowed_stride, VOCAB: tl.constexpr, TILE: tl.constexpr):
     """One program per (row, tile) writes minus infinity over the logits that are not allowed; it reads none."""
-    i = tl.program_id(0).to(tl.int64)
-    token = tl.program_id(1) * TILE + tl.arange(0, TILE)  # [TILE]
-    forbidden = (token < VOCAB) & ~_is_allowed(allowed + i * allowed_stride, token, VOCAB)
-    tl.store(table + tl.load(rows + i) * table_stride + token, -float("inf"), mask=forbidden)
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    token = tile * TILE + tl.arange(0, TILE)  # [TILE]
+    forbidden = (token < VOCAB) & ~_is_allowed(allowed + row * allowed_stride, tile, VOCAB, TILE)
+    tl.store(table + row * table_stride + token, -float("inf"), mask=forbidden)
 
 
 @triton.jit
-def _is_allowed(words, token, VOCAB: tl.constexpr):
-    """Return the bit of each token. The 32 threads of one word read it together."""
-    word = tl.load(words + (token >> 5), mask=token < VOCAB, other=0)
-    return ((word >> (token & 31)) & 1) != 0
+def _is_allowed(words, tile, VOCAB: tl.constexpr, TILE: tl.constexpr):
+    """Return the bit of each token of a tile, [TILE]."""
+    number = tile * (TILE // 32) + tl.arange(0, TILE // 32)
+    word = tl.load(words + number, mask=number < (VOCAB + 31) // 32, other=0)
+    bits = (word[:, None] >> tl.arange(0, 32)[None, :]) & 1
+    return tl.reshape(bits, [TILE]) != 0
 
 
 def draw(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from minipaged import LLM, BeamSearchParams, SamplingParams
+from minipaged import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from minipaged.cli import main
 from minipaged.contracts import Sampled, SamplingInput
 from minipaged.events import Event
@@ -41,6 +41,7 @@ def record(llm: LLM, path: Path, cancel_after: int = 9) -> set[str]:
             SamplingParams(n=3, seed=5, max_tokens=16, ignore_eos=True),
             SamplingParams(n=2, temperature=0.7, top_p=0.9, seed=6, presence_penalty=0.4, max_tokens=20, min_tokens=9),
             BeamSearchParams(beam_width=3, max_tokens=14),
+            SamplingParams(n=2, seed=7, max_tokens=14, structured_outputs=StructuredOutputsParams(regex="[a-e ]{5,}")),
         ]
         for i, params in enumerate(kinds * 2):
             engine.add_request(PROMPTS[i % 4], params, request_id=str(i))

@@ -128,6 +128,46 @@ def _of_bytes() -> tuple[GrammarCompiler, Tokenizer]:
     return _made[0]
 
 
+def objects(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    def closed(properties: dict[str, dict[str, Any]], num_required: int) -> dict[str, Any]:
+        required = list(properties)[:num_required]
+        return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+    return st.builds(closed, st.dictionaries(st.text(max_size=3), inner, max_size=3), st.integers(0, 3))
+
+
+numbers = st.tuples(st.integers(-50, 50), st.integers(0, 60)).map(
+    lambda pair: {"type": "integer", "minimum": pair[0], "maximum": pair[0] + pair[1]}
+)
+texts = st.tuples(st.integers(0, 2), st.integers(0, 3)).map(
+    lambda pair: {"type": "string", "minLength": pair[0], "maxLength": pair[0] + pair[1]}
+)
+values = st.none() | st.booleans() | st.integers(-99, 99) | st.text(max_size=4)
+leaves = st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"type": "string", "pattern": "^[a-c]{1,3}$"}])
+leaves |= numbers | texts | st.builds(lambda given: {"enum": given}, st.lists(values, min_size=1, max_size=3))
+leaves |= st.sampled_from(["date", "uuid", "ipv4"]).map(lambda name: {"type": "string", "format": name})
+schemas = st.recursive(
+    leaves,
+    lambda inner: (
+        objects(inner)
+        | st.builds(lambda items, most: {"type": "array", "items": items, "maxItems": most}, inner, st.integers(0, 3))
+        | st.builds(lambda any_of: {"anyOf": any_of}, st.lists(inner, min_size=1, max_size=3))
+    ),
+    max_leaves=6,
+)
+
+
+@given(schemas, st.integers(0, 99))
+def test_whatever_the_schema_an_output_that_has_ended_validates(schema: dict[str, Any], seed: int) -> None:
+    compiler, tokenizer = _of_bytes()
+    form = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+    for ends in ({END}, set[int]()):
+        output, has_ended = written(compiler.compile(form).begin(ends), ends, seed)
+        if has_ended:
+            value = json.loads(tokenizer.decode(output))
+            jsonschema.validate(value, schema, format_checker=jsonschema.FormatChecker())
+
+
 def test_the_end_is_allowed_only_where_the_form_may_end(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     state = compiler.compile(StructuredOutputsParams(regex="ab?")).begin({END})
     [a, b] = tokenizer.encode("ab", add_special_tokens=False)

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from minipaged import LLM, RequestOutput, SamplingParams
+from minipaged import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from minipaged.engine.engine import Engine
 from minipaged.events import BlockCopied, Event, PrefixReused, RequestPreempted, SwappedIn, SwappedOut
 from tests.effort import one_case_in, thorough
@@ -17,10 +17,12 @@ from tests.end_to_end.test_scheduling_invariance import BEAMS, GREEDY, SAMPLED, 
 from tests.parallel.one_process import ShardsInOneProcess
 from tests.tiny_model import make_tiny_model
 
+LETTERS = StructuredOutputsParams(regex="[a-e ]{5,}")
 ASKING = [
     Job((5, 6, 7, 8, 9, 10), SamplingParams(temperature=0, max_tokens=6, logprobs=3, prompt_logprobs=2)),
     Job((5, 6, 7), SamplingParams(n=2, seed=3, max_tokens=6, logprob_token_ids=[5, 200, 5])),
     Job((5, 6), SamplingParams(temperature=0.7, seed=3, max_tokens=9, repetition_penalty=1.3, logit_bias={7: 2.0})),
+    Job((5, 6, 8), SamplingParams(n=2, seed=3, max_tokens=9, structured_outputs=LETTERS)),
     Job((200, 201), SamplingParams(temperature=0, max_tokens=9, bad_words=["a", "bc"], min_tokens=3)),
 ]
 CROWDED = {"block_size": 4, "num_blocks": 34, "num_swap_blocks": 40, "max_num_batched_tokens": 24, "max_num_seqs": 9}

@@ -18,7 +18,9 @@ from enum import Enum
 from minipaged.contracts import BeamSearch, BlockTable
 from minipaged.engine.cached_blocks import CachedBlock
 from minipaged.engine.detokenizer import Decode, Detokenizer
+from minipaged.engine.drafting import DraftRecord
 from minipaged.engine.grouped_table import GroupedTable
+from minipaged.engine.prompt_lookup import PromptLookup
 from minipaged.events import HOLE
 from minipaged.params import BeamSearchParams, SamplingParams
 from minipaged.steps import Sampling
@@ -74,6 +76,10 @@ class SequenceState:
     """The text so far. It is made only when the sequence ends if no update and no stop string needs it earlier."""
     num_reported: int = 0
     """The number of output tokens that updates of the request have included."""
+    lookup: PromptLookup | None = None
+    """Finds drafts among its tokens, once some were asked for."""
+    draft_record: DraftRecord = field(default_factory=DraftRecord)
+    """What became of its drafts."""
 
     @property
     def entries(self) -> Sequence[int]:

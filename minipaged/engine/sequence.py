@@ -103,8 +103,10 @@ class SequenceState:
 
     @property
     def num_remaining(self) -> int:
-        """Tokens to run before the next one can be chosen: 1 while decoding; 0 while its last token is being chosen."""
-        return len(self.tokens) + self.pending - self.table.num_tokens
+        """Tokens to run before the next one can be chosen: 1 while decoding; 0 while its last token is being chosen, or
+        drafts are being verified, which have slots and are not among its tokens."""
+        num_remaining = len(self.tokens) + self.pending - self.table.num_tokens
+        return num_remaining if num_remaining > 0 else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -12,10 +13,11 @@ from minipaged.engine.drafting import AdaptiveDrafts
 from minipaged.engine.drafts import Drafts
 from minipaged.engine.memory import Memory
 from minipaged.engine.sequence import Request, SequenceState
-from minipaged.errors import InvariantViolation
+from minipaged.errors import InvalidRequest, InvariantViolation
 from minipaged.params import EngineConfig, SamplingParams
 from minipaged.testing.workloads import expected_tokens
-from tests.effort import one_case_in, scaled, seeds
+from tests.effort import calls_that_raise, one_case_in, quick_cases, scaled, seeds
+from tests.engine.test_failure_injection import WORKLOADS, Fuse, run_through, wired
 from tests.workloads import Workload, WorkloadRequest, WorkloadRun, random_workload
 
 
@@ -54,7 +56,7 @@ def run_with_guesses(seed: int, workload: Workload | None = None) -> tuple[Workl
 
 @one_case_in(4)
 @scaled
-@pytest.mark.parametrize("seeds", seeds(2000, 100), ids=str)
+@pytest.mark.parametrize("seeds", seeds(600, 30), ids=str)
 def test_every_invariant_holds_whatever_is_drafted(seeds: range) -> None:
     """And outputs are those without drafts. The workloads have samples, penalties, stop strings, bad words, preemption
     both ways, chunks, prefix hits, aborts, and beam searches, for which nothing is drafted."""
@@ -67,6 +69,38 @@ def test_every_invariant_holds_whatever_is_drafted(seeds: range) -> None:
             raise
     assert 0 < counts["accepted"] < counts["drafted"]
     assert counts["whole"]
+
+
+@scaled
+@pytest.mark.parametrize("seeds", seeds(400, 40), ids=str)
+def test_every_invariant_holds_with_drafts_in_several_lanes(seeds: range) -> None:
+    """While one lane's drafts are in flight, another lane is scheduled."""
+    counts = Counter[str]()
+    for seed in seeds:
+        workload = random_workload(seed)
+        config = replace(workload.config, pipeline_parallel_size=2 + seed % 2)
+        counts += run_with_guesses(seed, replace(workload, config=config))[1]
+    assert 0 < counts["accepted"] < counts["drafted"]
+
+
+@quick_cases(4)
+@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
+@pytest.mark.parametrize("part", ["fetch", "allocate", "share", "copy_on_write", "forward", "sample"])
+def test_every_request_gets_its_tokens_and_no_block_leaks_whichever_call_raises(
+    part: str, workload: Workload, request: pytest.FixtureRequest
+) -> None:
+    """Atomic-failure, exact-references, content, liveness."""
+    calls = Fuse(part)
+    assert run_through(wired(workload, calls, Guesses(workload, 0))) == 0
+    assert calls.calls > 0, "this workload never makes that call"
+    for number in calls_that_raise(request, range(1, calls.calls + 1)):
+        assert run_through(wired(workload, Fuse(part, number), Guesses(workload, 0))) == 1, f"call {number}"
+
+
+def test_what_drafts_do_not_go_with_is_refused() -> None:
+    config = replace(repetitive().config, async_scheduling=True)
+    with pytest.raises(InvalidRequest, match="drafts work without asynchronous scheduling and windows only"):
+        WorkloadRun(Workload(config, (), True), drafts=Drafts(AdaptiveDrafts(4), 1, 3))
 
 
 def repetitive(num_requests: int = 1, **params: object) -> Workload:

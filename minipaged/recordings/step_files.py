@@ -13,7 +13,7 @@ its fields, in their order there:
 | ChosenToken | sequence, position, token id                                                                         |
 | BlockMoves  | swapped out, poisoned, swapped in, copied (a pair of blocks is an array of two); loaded (each an     |
 |             | array of a block and its bytes)                                                                      |
-| Row         | sequence, start, number of tokens, number of choices (-1: logits), drafted token ids (may be left out) |
+| Row         | sequence, start, number of tokens, number of choices (-1: logits), drafted token ids                 |
 
 `params` is a map: the fields of `SamplingParams` by name; a field that a recording lacks has its default. Every list is
 an array. So a step in which all sequences go on and no table grows is 17 bytes,

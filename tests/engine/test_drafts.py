@@ -14,6 +14,7 @@ from minipaged.engine.drafts import Drafts
 from minipaged.engine.memory import Memory
 from minipaged.engine.sequence import Request, SequenceState
 from minipaged.errors import InvalidRequest, InvariantViolation
+from minipaged.events import Event, TokensComputed
 from minipaged.params import EngineConfig, SamplingParams
 from minipaged.testing.workloads import expected_tokens
 from tests.effort import calls_that_raise, one_case_in, quick_cases, scaled, seeds
@@ -47,8 +48,15 @@ class Guesses(Drafts):
 def run_with_guesses(seed: int, workload: Workload | None = None) -> tuple[WorkloadRun, Counter[str]]:
     workload = workload or random_workload(seed)
     guesses = Guesses(workload, seed)
-    run = WorkloadRun(workload, drafts=guesses)
+    longest = list[int]()
+
+    def listen(event: Event) -> None:
+        if isinstance(event, TokensComputed):
+            longest.append(event.num_tokens)
+
+    run = WorkloadRun(workload, drafts=guesses, listeners=[listen])
     run.to_the_end()
+    assert max(longest, default=0) < workload.config.max_model_len, "the last token of an output is never run"
     run.check_outputs()
     run.check_nothing_leaked()
     return run, guesses.counts

@@ -218,6 +218,9 @@ class BatchRow:
     """Whether the logits after the last query token are needed."""
     num_prompt_logits: int = 0
     """The number of query tokens, from the first, whose logits are needed for the prompt's log-probabilities."""
+    num_drafted: int = 0
+    """The number of query tokens, from the last, that are guesses: the logits after the token before them, and after
+    each of them, are needed."""
 
     @property
     def context_len(self) -> int:
@@ -245,10 +248,19 @@ class StepResult(NamedTuple):
     """The chosen tokens, in the order of the rows. The runner may fetch them only when they are first read. If no token
     can be chosen, the `error` of its `Sampled` says why."""
     logits: Logits
-    """Logits [rows whose `num_choices` is not 0, vocab_size], for beam search."""
+    """Logits [rows whose `num_choices` is not 0, vocab_size], for beam search. A row with drafts has one more for
+    each."""
     prompt_logprobs: Mapping[int, Sequence[Sampled]] = {}
     """Log-probabilities of prompt tokens, by sequence, if `SamplingParams.prompt_logprobs` asks for them: an entry for
     each prompt token that follows one of the row's query tokens. They too may be fetched only when first read."""
+
+
+def num_standing(drafted: Sequence[int], choices: Sequence[Sampled]) -> int:
+    """The number of drafted tokens that stand: those before the first that is not the token chosen in its place."""
+    for number, (token_id, chosen) in enumerate(zip(drafted, choices, strict=False)):
+        if chosen.token_id != token_id or chosen.error:
+            return number
+    return len(drafted)
 
 
 class Runner(ABC):

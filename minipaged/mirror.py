@@ -26,6 +26,7 @@ from minipaged.contracts import (
     SamplingInput,
     StepResult,
     TokenBits,
+    num_standing,
 )
 from minipaged.steps import Begun, BlockMoves, Row, Sampling, StepInput
 
@@ -66,6 +67,8 @@ class _Chosen(NamedTuple):
     sequences: Sequence[MirroredSequence]
     indices: Sequence[int]
     """For each sequence, the index of the choice that is its next token."""
+    drafted: Sequence[tuple[int, ...]]
+    """For each sequence, the tokens that were drafted for it; they have a choice each, before one more."""
     choices: Sequence[Sampled]
 
 
@@ -103,9 +106,9 @@ class Rows:
     def _change(self, step: StepInput) -> None:
         before = [] if step.fresh else self._rows
         out, steps = {*step.ended, *step.left_out}, self.num_steady + 1
-        going = [row.next(steps) for row in before if row.num_choices and row.sequence not in out]
+        going = [row.next(steps) for row in before if row.num_choices and not row.drafted and row.sequence not in out]
         self._rows, self.num_steady = [*going, *step.added], 0
-        numbers = [row.num_choices for row in self._rows]
+        numbers = [row.num_choices + len(row.drafted) for row in self._rows]
         self._all_go_on = numbers.count(1) == len(numbers)
         self.num_choices = sum([number for number in numbers if number > 0])
         self.num_query_tokens = sum([row.num_tokens for row in self._rows])
@@ -130,6 +133,7 @@ class Mirror:
         self.sequences: dict[int, MirroredSequence] = {}
         self._choosing: list[MirroredSequence] = []  # the sequences of the rows that choose tokens
         self._first_choices: list[int] = []  # for each of them, the index of its first choice
+        self._drafted: list[tuple[int, ...]] = []  # for each of them, its drafted tokens
         self._needs_tokens = False
         self._inputs: tuple[SamplingInput, ...] = ()  # those of the step before, or empty if they cannot be used again
         self.prompt_inputs: list[PromptInput] = []
@@ -149,7 +153,7 @@ class Mirror:
         if step.fresh:
             self._begin_anew()
         self.rows.follow(step)
-        self._settle(keep=0 if wait or step.told or step.forked else 1)
+        self._settle(keep=0 if wait or step.told or step.forked or any(self._drafted) else 1)
         self._follow_sequences(step)
         self.prompt_inputs = []
         if not self.rows.num_steady:
@@ -164,15 +168,19 @@ class Mirror:
         if len(choices) != self.rows.num_choices:
             raise ValueError(f"{len(choices)} tokens were chosen, not {self.rows.num_choices}")
         self.latest = choices
-        self._unsettled.append(_Chosen(self._choosing, self._first_choices, choices))
+        self._unsettled.append(_Chosen(self._choosing, self._first_choices, self._drafted, choices))
 
     def _settle(self, keep: int) -> None:
         """Append the tokens of all choices but the latest `keep`."""
         while len(self._unsettled) > keep:
-            sequences, indices, choices = self._unsettled.pop(0)
+            sequences, indices, drafts, choices = self._unsettled.pop(0)
             tokens = [sampled.token_id for sampled in choices]
-            for sequence, index in zip(sequences, indices, strict=True):
-                sequence.output_token_ids.append(tokens[index])
+            for sequence, index, drafted in zip(sequences, indices, drafts, strict=True):
+                if drafted:
+                    standing = num_standing(drafted, choices[index : index + len(drafted)])
+                    sequence.output_token_ids += tokens[index : index + standing + 1]
+                else:
+                    sequence.output_token_ids.append(tokens[index])
 
     def _follow_sequences(self, step: StepInput) -> None:
         sequences = self.sequences
@@ -204,7 +212,7 @@ class Mirror:
 
     def _note_choices(self) -> None:
         """Note which sequence each choice of this step belongs to."""
-        self._choosing, self._first_choices, self._needs_tokens = [], [], False
+        self._choosing, self._first_choices, self._drafted, self._needs_tokens = [], [], [], False
         num_choices = 0
         for row in self.rows:
             if row.num_choices > 0:
@@ -212,7 +220,8 @@ class Mirror:
                 sequence.first_choice = num_choices
                 self._choosing.append(sequence)
                 self._first_choices.append(num_choices)
-                num_choices += row.num_choices
+                self._drafted.append(row.drafted)
+                num_choices += row.num_chosen
                 self._needs_tokens |= sequence.sampling is not None and sequence.sampling.needs_tokens
 
     def _note_prompts(self) -> None:
@@ -236,10 +245,12 @@ class Mirror:
         for row in self.rows:
             sequence = self.sequences[row.sequence]
             tokens = sequence.token_ids(row.start, row.stop)
-            if len(tokens) < row.num_tokens:
+            if len(tokens) + len(row.drafted) < row.num_tokens:
                 tokens.append(-1 - pending[sequence])
+            tokens += row.drafted
             num_asked = asked.get(row.sequence, 0)
-            batch.append(BatchRow(tokens, row.start, sequence.blocks, row.num_choices != 0, num_asked))
+            wants_logits, num_drafted = row.num_choices != 0, len(row.drafted)
+            batch.append(BatchRow(tokens, row.start, sequence.blocks, wants_logits, num_asked, num_drafted))
         return batch
 
     def sampling_inputs(self) -> tuple[SamplingInput, ...]:
@@ -253,34 +264,39 @@ class Mirror:
             first = next(iter(self.rows))
             if self._inputs[0].num_pending == first.stop - self.sequences[first.sequence].num_tokens:
                 return self._inputs
-        rows_with_logits = (row for row in self.rows if row.num_choices)
         inputs: list[SamplingInput] = []
         may_come_again = self.rows.num_steady > 0  # when rows have just changed, one that came back has none pending
-        for place, row in enumerate(rows_with_logits):
-            if row.num_choices < 0:
+        place = -1  # the row of the logits
+        for row in self.rows:
+            if row.num_choices <= 0:
+                place += row.num_choices < 0
                 continue
             sequence = self.sequences[row.sequence]
             sampling, output = sequence.sampling, sequence.output_token_ids
             assert sampling is not None
-            num_pending = row.stop - sequence.num_tokens
-            forbidden: tuple[int, ...] = ()
-            if sampling.forbidden_token_ids or sampling.bad_words:  # hardly ever
-                forbidden = sampling.forbidden_after(output, num_pending)
-                may_come_again &= not forbidden and not sampling.bad_words
-            inputs += [
-                SamplingInput(
-                    row=place,
-                    params=sampling.params,
-                    prompt_token_ids=sequence.prompt_token_ids,
-                    output_token_ids=output,
-                    seed=sampling.seed,
-                    stream=sampling.stream + choice,
-                    forbidden_token_ids=forbidden,
-                    num_pending=num_pending,
-                    allowed=sequence.allowed,
-                )
-                for choice in range(row.num_choices)
-            ]
+            num_pending = row.stop - len(row.drafted) - sequence.num_tokens
+            for i in range(len(row.drafted) + 1):
+                place += 1
+                if i:
+                    output = [*output, row.drafted[i - 1]]
+                forbidden: tuple[int, ...] = ()
+                if sampling.forbidden_token_ids or sampling.bad_words:  # hardly ever
+                    forbidden = sampling.forbidden_after(output, num_pending)
+                    may_come_again &= not forbidden and not sampling.bad_words
+                inputs += [
+                    SamplingInput(
+                        row=place,
+                        params=sampling.params,
+                        prompt_token_ids=sequence.prompt_token_ids,
+                        output_token_ids=output,
+                        seed=sampling.seed,
+                        stream=sampling.stream + choice,
+                        forbidden_token_ids=forbidden,
+                        num_pending=num_pending,
+                        allowed=sequence.allowed,
+                    )
+                    for choice in range(row.num_choices)
+                ]
         chosen_for = tuple(inputs)
         self._inputs = chosen_for if may_come_again else ()
         return chosen_for

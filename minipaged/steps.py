@@ -135,6 +135,15 @@ class Row(NamedTuple):
     num_choices: int
     """The number of tokens to choose after the last query token: 1; `n` after a prompt that forks; 0 if later steps run
     more of the prompt (or of dropped tokens) first; or LOGITS."""
+    drafted: tuple[int, ...] = ()
+    """The last query tokens, where these were guessed. Then one more token is chosen after each of them, and
+    `num_choices` is 1. Only the choices up to the first that is not the drafted token count
+    (`contracts.num_standing`)."""
+
+    @property
+    def num_chosen(self) -> int:
+        """The number of tokens that the step chooses for the row."""
+        return max(0, self.num_choices) + len(self.drafted)
 
     @property
     def stop(self) -> int:
@@ -142,7 +151,7 @@ class Row(NamedTuple):
         return self.start + self.num_tokens
 
     def next(self, steps: int = 1) -> Row:
-        """The sequence's row `steps` steps later, if each step runs one token."""
+        """The sequence's row `steps` steps later, if each step runs one token. (After drafts, nobody knows it yet.)"""
         return Row(self.sequence, self.stop + steps - 1, 1, min(self.num_choices, 1))
 
 
@@ -150,8 +159,8 @@ class StepInput(NamedTuple):
     """One step. A runner applies the fields in this order; anything that a field does not mention is unchanged.
 
     The rows of a step are those of the step before, in the same order and each one token further (`Row.next`), followed
-    by `added`. Rows with `num_choices` 0 do not go on, nor do sequences that have ended or that are `left_out`. (The
-    step before is always the previous step of the same lane, except in `number`.)
+    by `added`. Rows with `num_choices` 0 or with drafts do not go on, nor do sequences that have ended or that are
+    `left_out`. (The step before is always the previous step of the same lane, except in `number`.)
     """
 
     number: int

@@ -48,6 +48,7 @@ from minipaged.testing.content_runner import ContentRunner
 from minipaged.testing.numpy_model import fake_logits
 from tests.effort import quick_cases, scaled, seeds
 from tests.engine.test_async_scheduling import workload_of as async_workload
+from tests.engine.test_drafts import Guesses
 from tests.engine.test_failure_injection import WORKLOADS as CROWDED
 from tests.workloads import REFERENCE, Workload, WorkloadRun, random_workload
 
@@ -97,7 +98,7 @@ steps = st.builds(
     told=several(st.builds(ChosenToken, numbers, numbers, numbers)),
     moves=st.builds(BlockMoves, pairs, lists, pairs, pairs, several(st.tuples(numbers, st.binary(max_size=9)))),
     left_out=lists,
-    added=several(st.builds(Row, numbers, numbers, numbers, st.integers(LOGITS, 9))),
+    added=several(st.builds(Row, numbers, numbers, numbers, st.integers(LOGITS, 9), lists)),
     lane=numbers,
     allowed=several(st.builds(AllowedTokens, numbers, st.binary(max_size=9))),
 )
@@ -114,7 +115,7 @@ def test_the_encoding_is_what_is_documented() -> None:
     assert encode(StepInput(7)).hex(" ") == "9c 07 c2 90 90 90 90 90 95 90 90 90 90 90 90 90 00 90"
     step = StepInput(1, fresh=True, begun=(Begun(2, (3, 4), 2, (5,), None),), added=(Row(2, 0, 2, LOGITS),), lane=3)
     assert encode(step).hex(" ") == (
-        "9c 01 c3 90 90 91 95 02 92 03 04 02 91 05 c0 90 90 95 90 90 90 90 90 90 91 94 02 00 02 ff 03 90"
+        "9c 01 c3 90 90 91 95 02 92 03 04 02 91 05 c0 90 90 95 90 90 90 90 90 90 91 95 02 00 02 ff 90 03 90"
     )
     allowed = encode(StepInput(7, allowed=(AllowedTokens(2, b"\x05\0\0\0"),)))
     assert allowed[-9:].hex(" ") == "91 92 02 c4 04 05 00 00 00"
@@ -422,6 +423,32 @@ def test_where_another_token_is_chosen_the_recorded_ones_go_on(
         differences = list(replayed(run, path, choose))
         assert len(differences) == wrong
         assert all(one.chosen == (one.recorded + 1) % run.workload.config.vocab_size for one in differences)
+
+
+@scaled
+@pytest.mark.parametrize("seeds", seeds(100, 50), ids=str)
+def test_a_replay_verifies_the_recorded_drafts(seeds: range, tmp_path: Path) -> None:
+    """Replay-equals-run; and where another token is chosen, the recorded ones go on. Choices after the first drafted
+    token that does not stand have no meaning, and are not compared."""
+    for seed in seeds:
+        workload = random_workload(seed)
+        run = WorkloadRun(workload, drafts=Guesses(workload, seed))
+        path = recorded(run, tmp_path)
+        replay = replayed(run, path)
+        assert not list(replay), f"workload {seed}"
+        chosen_at = set[int]()
+
+        def choose(logits: Any, inputs: Sequence[SamplingInput], at: set[int] = chosen_at) -> list[Sampled]:
+            chosen = sample(logits, inputs)
+            for i, one in enumerate(chosen):
+                if (inputs[i].position * 31 + one.token_id + inputs[i].stream) % 7 == 0:
+                    at.add(inputs[i].position)
+                    chosen[i] = Sampled((one.token_id + 1) % logits.shape[1], one.logprob, None)
+            return chosen
+
+        differences = list(replayed(run, path, choose))
+        assert all(one.chosen == (one.recorded + 1) % workload.config.vocab_size for one in differences)
+        assert {one.position for one in differences} <= chosen_at
 
 
 def test_a_run_with_errors_is_replayed_up_to_them_and_from_there_on(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from minipaged.contracts import StepResult
@@ -19,6 +19,8 @@ class ScheduledRequest:
     """The sequences that run, each with its number of query tokens."""
     completes: bool
     """Whether all tokens of all its sequences are computed after this step, so that the next ones can be chosen."""
+    drafts: Mapping[int, tuple[int, ...]] | None = None
+    """The drafted tokens of its sequences, by sequence number; `work` counts them. None if none are drafted."""
     num_query_tokens: int = field(init=False)
     first_row: int = 0
     """The index of its first row in the plan (set by `Plan.lay_out`)."""
@@ -32,13 +34,18 @@ class ScheduledRequest:
 
     @property
     def decodes(self) -> bool:
-        """Whether it runs only the latest token of each of its sequences."""
+        """Whether it runs only the latest token of each of its sequences, and no drafts."""
         return self.completes and self.num_query_tokens == len(self.work)
 
     @property
     def num_sampled(self) -> int:
         """The number of tokens that the step chooses for it."""
-        return len(self.work) * max(0, self.num_choices)
+        num_drafted = sum(map(len, self.drafts.values())) if self.drafts else 0
+        return len(self.work) * max(0, self.num_choices) + num_drafted
+
+    def drafted(self, sequence: SequenceState) -> tuple[int, ...]:
+        """The tokens that are drafted for one of its sequences."""
+        return self.drafts.get(sequence.sequence_id, ()) if self.drafts else ()
 
     def choices(self) -> int:
         """Compute `num_choices`."""
@@ -73,9 +80,9 @@ class Plan:
             scheduled.first_row, scheduled.first_logits = len(self.rows), num_logits
             for sequence, num_tokens in scheduled.work:
                 start = sequence.num_computed - num_tokens
-                self.rows.append(Row(sequence.sequence_id, start, num_tokens, num_choices))
+                self.rows.append(Row(sequence.sequence_id, start, num_tokens, num_choices, scheduled.drafted(sequence)))
             num_choices_before += scheduled.num_sampled
-            num_logits += len(scheduled.work) if num_choices else 0
+            num_logits += scheduled.num_sampled if scheduled.drafts else len(scheduled.work) if num_choices else 0
 
     def work(self) -> Iterator[tuple[SequenceState, int]]:
         """The sequence of each row, with its number of tokens."""

@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-from minipaged.contracts import BeamSearch, BeamStep, Sampled
+from minipaged.contracts import BeamSearch, BeamStep, Sampled, num_standing
 from minipaged.engine.batch import LaunchedStep, ScheduledRequest
 from minipaged.engine.detokenizer import Detokenizer
 from minipaged.engine.memory import Memory
@@ -45,6 +45,8 @@ class Committer:
     ) -> None:
         self.updates: list[RequestUpdate] = []
         """Updates that `Engine.take_updates` has not returned yet."""
+        self.note_drafts: Callable[[SequenceState, int, int], None] = lambda sequence, drafted, accepted: None
+        """Called with a sequence whose drafts were verified, and the numbers of drafted and accepted tokens."""
         self._num_generated = 0
         self._requests = requests
         self._scheduler = scheduler
@@ -84,6 +86,8 @@ class Committer:
             self._keep_prompt_logprobs(step, scheduled, request.prompt_logprobs)
         if not scheduled.completes or request.state is RequestState.FINISHED:
             self._publish(step, scheduled)
+        elif scheduled.drafts:
+            self._commit_drafted(request, scheduled, choices)
         elif request.beam_search is None:
             for (sequence, _), choice in zip(scheduled.work, choices, strict=False):  # n choices for a prompt's row
                 if choice.error and sequence.finish_reason is None:
@@ -145,6 +149,29 @@ class Committer:
         for sequence, choice in zip(sequences, choices, strict=True):
             if sequence.finish_reason is None:
                 self._commit_token(request, sequence, choice)
+        self.report(request)
+
+    def _commit_drafted(self, request: Request, scheduled: ScheduledRequest, choices: list[Sampled]) -> None:
+        """Append the drafted tokens that stand, and one more, to each sequence; give back the slots of the others."""
+        own, first = list[tuple[SequenceState, int, list[Sampled]]](), 0
+        for sequence, _ in scheduled.work:
+            drafted = scheduled.drafted(sequence)
+            chosen = choices[first : first + len(drafted) + 1]
+            num_accepted = num_standing(drafted, chosen)
+            if chosen[num_accepted].error and sequence.finish_reason is None:
+                raise BadLogits(chosen[num_accepted].error)
+            own.append((sequence, len(drafted), chosen[: num_accepted + 1]))
+            first += len(chosen)
+        for sequence, num_drafted, chosen in own:
+            num_refused = num_drafted + 1 - len(chosen)
+            if self._blocks.trim(sequence, sequence.table.num_tokens - num_refused):
+                self._writer.table_changed(sequence, len(sequence.table.blocks))
+            self.note_drafts(sequence, num_drafted, len(chosen) - 1)
+            for choice in chosen:
+                self._blocks.publish(sequence, len(sequence.tokens))  # all that are known so far have K/V
+                self._commit_token(request, sequence, choice)
+                if sequence.finish_reason is not None:
+                    break
         self.report(request)
 
     def _fork_samples(self, request: Request, parent: SequenceState, n: int) -> list[SequenceState]:

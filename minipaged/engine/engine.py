@@ -26,6 +26,7 @@ from minipaged.engine.arrivals import Arrivals
 from minipaged.engine.batch import LaunchedStep, Plan
 from minipaged.engine.commit import Committer
 from minipaged.engine.detokenizer import Decode, Encode
+from minipaged.engine.drafts import Drafts
 from minipaged.engine.event_queue import EventQueue
 from minipaged.engine.floors import paged_memory
 from minipaged.engine.grammar import Compile
@@ -61,6 +62,7 @@ class Engine:
     - `clock`: returns the time in seconds, for all times that the engine reports. A simulation has its own clock.
     - `steady`: whether steps in which every sequence only decodes may take the short way of `steady.py`. The results
       are the same.
+    - `drafts`: guesses tokens, which steps verify (`drafts.py`). Not with windows or asynchronous scheduling yet.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Engine:
         listeners: Sequence[Listener] = (),
         clock: Callable[[], float] = time.perf_counter,
         steady: bool = True,
+        drafts: Drafts | None = None,
     ) -> None:
         self.config = config
         self.stats = Stats()
@@ -108,11 +111,15 @@ class Engine:
         self._writers = writers
         self._steady = (
             Steady(self._launcher, self._committer, self.scheduler, self.blocks, writers, self._emit)
-            if steady and not self.blocks.has_windows
+            if steady and not self.blocks.has_windows and not drafts
             else None
         )
         self._launch = (self._steady or self._launcher).launch
         self._ahead: RunAhead | Pipeline | None = None
+        if drafts:
+            if config.async_scheduling or self.blocks.has_windows:
+                raise InvalidRequest("drafts work without asynchronous scheduling and windows only; leave one out")
+            self.scheduler.drafts, self._committer.note_drafts = drafts, drafts.note
         if config.pipeline_parallel_size > 1:
             assign: Callable[[int], Plan | None] = (self._steady or self.scheduler).assign_ahead
             self._ahead = Pipeline(self.scheduler, assign, self._launch, self._commit)

@@ -173,6 +173,17 @@ class Memory(ABC):
     def fork(self, request: Request, parent: SequenceState, child: SequenceState) -> None:
         """Let `child`, whose table is empty, hold the tokens that `parent` holds. Raises OutOfBlocks."""
 
+    def trim(self, sequence: SequenceState, num_tokens: int) -> int:
+        """Give back the slots after the sequence's first `num_tokens` tokens, whose tokens were drafted and did not
+        stand. Returns the number of blocks given back. (The prefix cache has none of them: it gets verified tokens.)"""
+        table = sequence.table
+        num_blocks, num_slots = len(table.blocks), table.num_tokens
+        table.trim(num_tokens)
+        given_back = num_blocks - len(table.blocks)
+        self.num_entries -= given_back
+        self.num_tokens -= num_slots - num_tokens
+        return given_back
+
     def publish(self, sequence: SequenceState, num_tokens: int) -> None:  # noqa: B027
         """Let others find the computed K/V of the sequence's first `num_tokens` tokens. Needs a `prefix_cache`."""
 

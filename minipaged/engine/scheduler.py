@@ -26,6 +26,7 @@ from collections.abc import Iterable, Sequence
 from minipaged.contracts import Runner
 from minipaged.engine.asked_policy import AskedPolicy
 from minipaged.engine.batch import Plan, ScheduledRequest
+from minipaged.engine.drafts import Drafts
 from minipaged.engine.lanes import Lane, num_sequences, share_of
 from minipaged.engine.memory import Memory
 from minipaged.engine.sequence import Request, RequestState
@@ -50,6 +51,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.lanes = [Lane(number) for number in range(config.pipeline_parallel_size)]
+        self.drafts: Drafts | None = None
         self.asked = AskedPolicy(policy, config, blocks, runner)
         self._writers = writers
         self._blocks = blocks
@@ -124,6 +126,8 @@ class Scheduler:
         self._blocks.append_all(plan.work())
         if not preempted:
             plan = self.admit(plan)
+        if self.drafts:
+            plan = self.drafts.added_to(plan, self._blocks, self._max_tokens - plan.num_query_tokens)
         if not plan.scheduled and self.waiting and not self.running:
             self.asked.stuck(self.waiting)
         plan.lay_out()

@@ -19,7 +19,9 @@ from typing import Protocol
 from minipaged.contracts import BeamSearch, BlockTable
 from minipaged.engine.cached_blocks import CachedBlock
 from minipaged.engine.detokenizer import Decode, Detokenizer
+from minipaged.engine.drafting import DraftRecord
 from minipaged.engine.grouped_table import GroupedTable
+from minipaged.engine.prompt_lookup import PromptLookup
 from minipaged.events import HOLE
 from minipaged.handover.block_hashes import salted
 from minipaged.params import BeamSearchParams, SamplingParams
@@ -96,6 +98,10 @@ class SequenceState:
     """Its state in the request's grammar; None without one."""
     num_reported: int = 0
     """The number of output tokens that updates of the request have included."""
+    lookup: PromptLookup | None = None
+    """Finds drafts among its tokens, once some were asked for."""
+    draft_record: DraftRecord = field(default_factory=DraftRecord)
+    """What became of its drafts."""
 
     @property
     def key_tokens(self) -> Sequence[int]:
@@ -124,8 +130,10 @@ class SequenceState:
 
     @property
     def num_remaining(self) -> int:
-        """Tokens to run before the next one can be chosen: 1 while decoding; 0 while its last token is being chosen."""
-        return len(self.tokens) + self.pending - self.table.num_tokens
+        """Tokens to run before the next one can be chosen: 1 while decoding; 0 while its last token is being chosen, or
+        drafts are being verified, which have slots and are not among its tokens."""
+        num_remaining = len(self.tokens) + self.pending - self.table.num_tokens
+        return num_remaining if num_remaining > 0 else 0
 
 
 @dataclass(frozen=True, slots=True)

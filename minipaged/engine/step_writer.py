@@ -126,11 +126,11 @@ class StepWriter:
     def _compare(self, rows: list[Row]) -> tuple[tuple[int, ...], tuple[Row, ...]]:
         """Compare with the last step's rows: return the sequences that do not go on, and the rows that are new."""
         ended, left_out, goes_on = set(self._ended), [], 0
-        for sequence, start, num_tokens, num_choices in self._rows:
-            if not num_choices or sequence in ended:
+        for sequence, start, num_tokens, num_choices, drafted in self._rows:
+            if not num_choices or drafted or sequence in ended:
                 continue
             # The same as `Row.next`, as a plain tuple, because there is one for each running sequence.
-            then = sequence, start + num_tokens + self._num_since, 1, 1 if num_choices > 0 else num_choices
+            then = sequence, start + num_tokens + self._num_since, 1, 1 if num_choices > 0 else num_choices, ()
             if goes_on < len(rows) and then == rows[goes_on]:
                 goes_on += 1
             else:

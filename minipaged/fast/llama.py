@@ -757,8 +757,8 @@ class FlatBatch:
     context_lens: Tensor  # [seqs]
     query_start: Tensor  # [other seqs + 1], offsets into their tokens
     logit_rows: Tensor | None
-    """[rows that want logits], in the batch's order: the indices in [tokens] of their last query tokens. None: all
-    tokens."""
+    """[logits], in the batch's order: the indices in [tokens] of the last query tokens of rows that want logits, and of
+    drafted tokens. None: all tokens."""
     num_decoding: int
     max_query_len: int
     prompt_rows: Tensor | None = None
@@ -863,6 +863,10 @@ def flatten(batch: Batch, rows: Sequence[int], tables: Tensor, chosen: Tensor | 
     prompt_rows = list(chain.from_iterable(asked))
     # None lets `_logits` overwrite the tokens' hidden states. Not if prompt log-probabilities need them too.
     every = num_decoding == len(batch) and all(wanted) and not prompt_rows
+    logit_rows = last[wanted]
+    if any(row.num_drafted for row in batch):
+        drafted = [(int(at), row.num_drafted) for at, row in zip(last, batch, strict=True) if row.wants_logits]
+        logit_rows = np.array([place for at, k in drafted for place in range(at - k, at + 1)], np.int32)
     ids = np.fromiter(chain.from_iterable(row.token_ids for row in laid_out), np.int32, ends[-1])
     positions = np.arange(ends[-1], dtype=np.int32) + np.repeat(first + query_lens - ends, query_lens)
     return FlatBatch(
@@ -873,7 +877,7 @@ def flatten(batch: Batch, rows: Sequence[int], tables: Tensor, chosen: Tensor | 
         rows=torch.from_numpy(owners),
         context_lens=torch.from_numpy(first + query_lens),
         query_start=torch.from_numpy(np.append(np.int32(0), ends[num_decoding:] - np.int32(num_decoding))),
-        logit_rows=None if every else torch.from_numpy(last[wanted]),
+        logit_rows=None if every else torch.from_numpy(logit_rows),
         num_decoding=num_decoding,
         max_query_len=int(query_lens.max(initial=1)),
         prompt_rows=torch.tensor(prompt_rows, dtype=torch.int32) if prompt_rows else None,

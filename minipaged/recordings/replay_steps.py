@@ -57,6 +57,12 @@ class _Choice(NamedTuple):
     number: int
     wanted: SamplingInput
 
+    @property
+    def position(self) -> int:
+        """The position of the token."""
+        drafted = self.row.drafted
+        return self.row.stop - len(drafted) + self.number if drafted else self.row.stop
+
 
 @dataclass
 class Replay:
@@ -111,24 +117,37 @@ class Replay:
         if len(recorded.choices) != len(choices):
             found = len(recorded.choices)
             raise BadRecording(f"step {step.number} chooses {len(choices)} tokens, but {found} are recorded")
+        reached, of_drafts, wrong = True, list[tuple[_Choice, int]](), set[int]()
         for choice, one, (token, logprob) in zip(choices, chosen, recorded.choices, strict=True):
+            reached |= choice.number == 0
+            if not reached:
+                continue  # a choice after a drafted token that did not stand
             self.num_choices += 1
+            drafted = choice.row.drafted
+            reached = not drafted or (choice.number < len(drafted) and drafted[choice.number] == token)
+            if drafted:
+                of_drafts.append((choice, token))
             if one.token_id != token:
-                self._corrections.setdefault(step.lane, []).append((choice, token))
+                wrong.add(choice.row.sequence)
+                if not drafted:
+                    self._corrections.setdefault(step.lane, []).append((choice, token))
             if difference := self._compare(choice, one, token, logprob, result.logits):
                 yield difference
+        # After a wrong choice among drafts, the runner has kept more or fewer tokens: it is told all of them.
+        corrected = [(choice, token) for choice, token in of_drafts if choice.row.sequence in wrong]
+        self._corrections.setdefault(step.lane, []).extend(corrected)
         self._mirror.chosen([Sampled(token, logprob, None) for token, logprob in recorded.choices])
 
     def _choices(self) -> Iterator[_Choice]:
         """The tokens that this step chooses, in order."""
         inputs = iter(self._mirror.sampling_inputs())
         for row in self._mirror.rows:
-            for number in range(row.num_choices):
+            for number in range(row.num_chosen):
                 yield _Choice(row, number, next(inputs))
 
     def _compare(self, choice: _Choice, one: Sampled, token: int, logprob: float, logits: Any) -> Difference | None:
         row, _, wanted = choice
-        place = (self._mirror.rows.number, row.sequence, row.stop, token, one.token_id)
+        place = (self._mirror.rows.number, row.sequence, choice.position, token, one.token_id)
         if token == one.token_id:
             error = abs(one.logprob - logprob)
             self.largest_error = max(self.largest_error, error)
@@ -150,9 +169,10 @@ class Replay:
         forks = {(forked.parent, forked.choice): forked.sequence for forked in step.forked}
         told: list[ChosenToken] = []
         for choice, token in self._corrections.pop(step.lane, ()):
-            sequence = choice.row.sequence if choice.number == 0 else forks.get((choice.row.sequence, choice.number))
+            is_own = choice.number == 0 or choice.row.drafted
+            sequence = choice.row.sequence if is_own else forks.get((choice.row.sequence, choice.number))
             if sequence is not None and sequence not in step.ended and not step.fresh:
-                told.append(ChosenToken(sequence, choice.row.stop, token))
+                told.append(ChosenToken(sequence, choice.position, token))
         return step._replace(told=(*step.told, *told)) if told else step
 
 

@@ -13,7 +13,7 @@ its fields, in their order there:
 | ChosenToken | sequence, position, token id                                                                         |
 | BlockMoves  | swapped out, poisoned, swapped in, copied (a pair of blocks is an array of two); loaded (each an     |
 |             | array of a block and its bytes)                                                                      |
-| Row         | sequence, start, number of tokens, number of choices (-1: logits)                                    |
+| Row         | sequence, start, number of tokens, number of choices (-1: logits), drafted token ids                 |
 | Allowed-    | sequence, bits (bytes)                                                                               |
 | Tokens      |                                                                                                      |
 

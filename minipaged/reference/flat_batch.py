@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minipaged.contracts import Batch
+from minipaged.contracts import Batch, BatchRow
 from minipaged.reference.kv_cache import Array
 
 
@@ -20,7 +20,7 @@ class FlatBatch:
     query_start: Array  # [seqs + 1]
     context_lens: Array  # [seqs]
     block_tables: Array  # [groups, seqs, max_blocks], padded with -1
-    logit_rows: Array  # [rows that want logits], indices of their last query tokens
+    logit_rows: Array  # [logits], indices of the last query tokens of rows that want them, and of drafted tokens
     prompt_rows: Array  # [prompt tokens], indices of the tokens that predict a next prompt token
 
 
@@ -44,9 +44,16 @@ def flatten(batch: Batch, block_size: int, num_groups: int = 1) -> FlatBatch:
         query_start=query_start,
         context_lens=first + query_lens,
         block_tables=np.moveaxis(tables, 2, 0),
-        logit_rows=query_start[1:][[row.wants_logits for row in batch]] - 1,
+        logit_rows=np.array(
+            [i for end, row in zip(query_start[1:], batch, strict=True) for i in _logit_rows(end, row)], dtype=np.int64
+        ),
         prompt_rows=np.array(
             [at + i for at, row in zip(query_start, batch, strict=False) for i in range(row.num_prompt_logits)],
             dtype=np.int64,
         ),
     )
+
+
+def _logit_rows(end: int, row: BatchRow) -> range:
+    """The tokens of a row that want logits; its query tokens end before `end`."""
+    return range(end - 1 - row.num_drafted, end) if row.wants_logits else range(0)

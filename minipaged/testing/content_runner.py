@@ -61,6 +61,7 @@ class GivenRow:
     blocks: list[int]
     wants_logits: bool
     num_prompt_logits: int
+    num_drafted: int
 
 
 @dataclass(frozen=True)
@@ -94,19 +95,24 @@ class CheckedMirror(Mirror):
     def sampling_inputs(self) -> tuple[SamplingInput, ...]:
         """Check the inputs at every call, because those of the step before may be used again."""
         inputs = super().sampling_inputs()
-        rows = [row for row in self.rows for _ in range(row.num_choices)]
-        for given, row in zip(inputs, rows, strict=True):
+        rows = [(row, i) for row in self.rows for i in range(row.num_chosen)]
+        for given, (row, i) in zip(inputs, rows, strict=True):
             sequence = self.sequences[row.sequence]
             assert sequence.sampling is not None
-            forbidden = sequence.sampling.forbidden_after(sequence.output_token_ids, row.stop - sequence.num_tokens)
-            if given.output_token_ids is not sequence.output_token_ids or given.seed != sequence.sampling.seed:
+            position, output = row.stop, sequence.output_token_ids
+            if row.drafted:
+                position, output = row.stop - len(row.drafted) + i, [*output, *row.drafted[:i]]
+            num_pending = position - len(sequence.prompt_token_ids) - len(output)
+            forbidden = sequence.sampling.forbidden_after(output, num_pending)
+            is_its_own = output == given.output_token_ids if i else given.output_token_ids is sequence.output_token_ids
+            if not is_its_own or given.seed != sequence.sampling.seed:
                 self._differs(f"the sampling inputs for sequence {row.sequence} are those of another sequence")
             allowed = None if given.allowed is None else given.allowed.tobytes()
             if self._runner.engine is not None and allowed != _allowed(self._runner.engine, row.sequence):
                 self._differs(f"sequence {row.sequence} chooses among other tokens than its grammar allows")
-            if (given.position, given.forbidden_token_ids) != (row.stop, forbidden):
+            if (given.position, given.forbidden_token_ids) != (position, forbidden):
                 self._differs(
-                    f"sequence {row.sequence} chooses a token for position {given.position} instead of {row.stop}"
+                    f"sequence {row.sequence} chooses a token for position {given.position} instead of {position}"
                 )
         return inputs
 
@@ -238,7 +244,7 @@ class ContentRunner(MirroredRunner):
             before = self.mirror.sequences[row.sequence].token_ids(0, row.start)
             slots = self.slots(of.blocks, row.start, row.stop)
             blocks = list(of.blocks)
-            wanted = (of.wants_logits, of.num_prompt_logits)
+            wanted = (of.wants_logits, of.num_prompt_logits, of.num_drafted)
             given.append(GivenRow(row.sequence, before, list(of.token_ids), slots, blocks, *wanted))
         return given
 
@@ -257,7 +263,8 @@ class ContentRunner(MirroredRunner):
         for row, known in zip(rows, tokens, strict=True):
             found = self._read(row.sequence, row.blocks, known, len(row.tokens_before))
             if row.wants_logits:
-                logits.append(self.model.logits(found, self.vocab_size))
+                lengths = range(len(found) - row.num_drafted, len(found) + 1)
+                logits += [self.model.logits(found[:length], self.vocab_size) for length in lengths]
             if row.num_prompt_logits:
                 first = len(row.tokens_before) + 1
                 lengths = range(first, first + row.num_prompt_logits)

@@ -16,6 +16,7 @@ from itertools import count
 from minipaged import contracts
 from minipaged.contracts import Logits, SamplingInput, Tier
 from minipaged.engine.detokenizer import Decode
+from minipaged.engine.drafts import Drafts
 from minipaged.engine.engine import Engine
 from minipaged.engine.floors import paged_memory
 from minipaged.engine.memory import MakeMemory
@@ -205,6 +206,8 @@ class WorkloadRun:
     listeners: Sequence[Listener] = ()
     steady: bool = True
     """False: the engine always takes the long way (`engine/steady.py`)."""
+    drafts: Drafts | None = None
+    """Guesses tokens, which steps verify; None: nothing is drafted."""
     model: FakeModel = field(default_factory=numpy_model)
     """The model whose choices are the expected outputs."""
     updates: dict[str, list[RequestUpdate]] = field(default_factory=lambda: defaultdict(list))
@@ -239,6 +242,7 @@ class WorkloadRun:
             listeners=self.listeners,
             clock=lambda: next(ticks) / 1000,
             steady=self.steady,
+            drafts=self.drafts,
         )
         self.engine.listeners.append(self._count)
         self.runner.engine = self.engine

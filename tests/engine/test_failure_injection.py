@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from minipaged.contracts import Batch, Logits, Sampled, SamplingInput
+from minipaged.engine.drafts import Drafts
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
 from minipaged.reference.beam_search import BeamSearch
 from minipaged.reference.block_allocator import BlockAllocator
@@ -45,7 +46,7 @@ class Fuse:
                 raise self.error(f"call {self.calls} of {part}")
 
 
-def wired(workload: Workload, fuse: Fuse) -> WorkloadRun:
+def wired(workload: Workload, fuse: Fuse, drafts: Drafts | None = None) -> WorkloadRun:
     """A run in which every part asks the fuse first."""
 
     class Allocator(BlockAllocator):
@@ -96,7 +97,7 @@ def wired(workload: Workload, fuse: Fuse) -> WorkloadRun:
         return Samples(sample(logits, inputs))
 
     tier = replace(REFERENCE, beam_search=Beams, sample=sample_or_fail)
-    return WorkloadRun(workload, tier, make_runner=Runner, allocator=Allocator)
+    return WorkloadRun(workload, tier, make_runner=Runner, allocator=Allocator, drafts=drafts)
 
 
 def run_through(run: WorkloadRun, error: type[BaseException] = Fault) -> int:

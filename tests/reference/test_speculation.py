@@ -192,6 +192,18 @@ def test_tokens_chosen_by_rejection_have_the_targets_distribution(seed: int) -> 
     assert num_accepted / DRAWS == pytest.approx(np.minimum(p, q).sum(), rel=0.01)
 
 
+def test_a_draft_that_is_certain_of_its_token_stands_with_the_tokens_probability() -> None:
+    """Σ min(p, q) for a q that is 1 at one token: the plain draw is this token."""
+    target, _, given_ = SMALL[2]
+    wanted = input_after([], SamplingParams(**given_), 0)
+    p = probabilities(np.array(target), wanted)  # [vocab]
+    drawing = speculation.Distribution(np.arange(len(p)), np.cumsum(p))
+    numbers = uniforms(np.zeros(DRAWS, np.uint64), np.ones(DRAWS, np.uint64), np.arange(DRAWS, dtype=np.uint64))
+    drawn = Counter(drawing.at(u) for u in numbers.tolist())
+    for drafted in np.flatnonzero(p).tolist():
+        assert drawn[drafted] / DRAWS == pytest.approx(p[drafted], rel=0.02)
+
+
 @given(st.integers(0, 999), st.integers(0, 2**64 - 1), st.integers(0, 4))
 def test_a_draft_from_the_same_distribution_stands_and_is_the_plain_draw(number: int, seed: int, length: int) -> None:
     model, params = SmallModel(6, number, noise=0), SamplingParams(top_p=0.9)

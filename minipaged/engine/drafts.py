@@ -1,0 +1,61 @@
+"""Drafts in a plan: tokens that are guessed for sequences which decode, to be verified in the same step.
+
+A drafted token takes a slot, as a query token does. If it does not stand, the commit gives the slot back
+(`Committer._commit_drafted`). So between two steps no table has a slot of a token that is not verified. Drafts take
+only what is left when all requests of the step have their tokens and blocks, and nothing is preempted for them.
+"""
+
+from __future__ import annotations
+
+from minipaged.engine.batch import Plan, ScheduledRequest
+from minipaged.engine.drafting import AdaptiveDrafts
+from minipaged.engine.memory import Memory
+from minipaged.engine.prompt_lookup import PromptLookup
+from minipaged.engine.sequence import Request, SequenceState
+
+
+class Drafts:
+    """Drafts by prompt lookup (`prompt_lookup.py`), as many tokens as a rule says (`drafting.py`)."""
+
+    def __init__(self, rule: AdaptiveDrafts, prompt_lookup_min: int, prompt_lookup_max: int) -> None:
+        self.rule = rule
+        self._lengths = prompt_lookup_min, prompt_lookup_max
+
+    def draft(self, request: Request, sequence: SequenceState, num_sequences: int) -> list[int]:
+        """Return tokens that may come next in a sequence of this request, in a batch of `num_sequences`. None for one
+        with a grammar, whose mask is known for one token only."""
+        most = self.rule.num_to_draft(sequence.draft_record, num_sequences)
+        if not most or sequence.grammar:
+            return []
+        if sequence.lookup is None:
+            sequence.lookup = PromptLookup(sequence.tokens, *self._lengths)
+        return sequence.lookup.draft(most)
+
+    def note(self, sequence: SequenceState, num_drafted: int, num_accepted: int) -> None:
+        """Note what became of a sequence's drafts in a step."""
+        self.rule.note(sequence.draft_record, num_drafted, num_accepted)
+
+    def added_to(self, plan: Plan, blocks: Memory, tokens_left: int) -> Plan:
+        """Add drafts for the decoding sequences of a plan whose slots are taken, and take theirs. Returns the new plan.
+
+        `tokens_left`: the number of tokens that the batch may run besides.
+        """
+        num_sequences, parts = sum(len(part.work) for part in plan.scheduled), list[ScheduledRequest]()
+        for part in plan.scheduled:
+            request, may_draft = part.request, part.decodes and part.request.prompt_computed
+            drafts, work = dict[int, tuple[int, ...]](), list[tuple[SequenceState, int]]()
+            for sequence, num_tokens in part.work if may_draft and request.beam_search is None else ():
+                # The last token of an output is not run, so none is drafted for its place or after it.
+                most = min(tokens_left, request.max_output_tokens - len(sequence.output_token_ids) - 1)
+                drafted = tuple(self.draft(request, sequence, num_sequences)[: max(0, most)])
+                if sequence.table.blocks_needed(len(drafted)) > blocks.num_available:
+                    drafted = ()
+                if drafted:
+                    drafts[sequence.sequence_id] = drafted
+                    blocks.append(sequence, len(drafted))
+                else:
+                    self.note(sequence, 0, 0)
+                tokens_left -= len(drafted)
+                work.append((sequence, num_tokens + len(drafted)))
+            parts.append(ScheduledRequest(request, work, completes=True, drafts=drafts) if drafts else part)
+        return Plan(parts, plan.lane)

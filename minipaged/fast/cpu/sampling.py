@@ -205,7 +205,7 @@ def _argmax_logsumexp(logits, bits, magnitude, token_ids, peaks, log_totals):
 
 @kernel(parallel=True, fastmath=REORDERED, error_model="numpy")
 def _likeliest_allowed(logits, bits, magnitude, rows, allowed, token_ids, found, peaks, log_totals):
-    """The row's likeliest token is often allowed. Only where it is not, the row is copied and searched once more."""
+    """The row's likeliest token is often allowed. Only where it is not, the allowed ones are searched."""
     for i in prange(len(rows)):
         row = logits[rows[i]]
         token = _argmax(row, bits[rows[i]], magnitude)
@@ -214,11 +214,23 @@ def _likeliest_allowed(logits, bits, magnitude, rows, allowed, token_ids, found,
         total = _total_single(row, peak) if bits.itemsize == 4 else _total(row, peak)
         log_totals[i] = math.log(total)
         if not np.isnan(peak) and not (allowed[i, token >> 5] >> (token & 31)) & 1:
-            left = row.copy()
-            _forbid(left, allowed[i])
-            token = _argmax(left, left.view(bits.dtype), magnitude)
-            found[i] = left[token]
+            token, found[i] = _largest_allowed(row, allowed[i])
         token_ids[i] = token
+
+
+@inner()
+def _largest_allowed(row, words):
+    """Return the first allowed token with the largest logit, and that; 0 and minus infinity if none is allowed. A word
+    whose tokens are all forbidden is skipped."""
+    token_id, largest = 0, -np.inf
+    for word in range(len(words)):
+        bits = words[word]
+        if bits == 0:
+            continue
+        for token in range(word << 5, min((word + 1) << 5, len(row))):
+            if (bits >> (token & 31)) & 1 and row[token] > largest:
+                token_id, largest = token, np.float64(row[token])
+    return token_id, largest
 
 
 @kernel(parallel=True)

@@ -26,7 +26,7 @@ from minipaged.contracts import Draft, Sampled, SamplingInput
 from minipaged.fast import kernels_for
 from minipaged.fast.device import is_gpu
 from minipaged.fast.kernels import SamplingKernels
-from minipaged.fast.sampling import PIECE, Choosing, Counters, RowDistribution, Samples, penalise, send
+from minipaged.fast.sampling import PIECE, Choosing, Counters, RowDistribution, Samples, penalise, send, send_allowed
 
 ACCEPTANCE, RESIDUAL = 1, 2
 """The purposes of random numbers, as in the reference."""
@@ -127,8 +127,9 @@ def probabilities(logits: Tensor, inputs: Sequence[SamplingInput], kernels: Samp
         table = logits[rows]  # [inputs, vocab]
         table = table if is_gpu(table.device) or table.dtype == torch.float64 else table.float()
     else:
-        table = penalise(logits, inputs)  # [inputs, vocab]
-    each = [RowDistribution.of(row, wanted.params) for row, wanted in enumerate(inputs)]
+        grammars = any(wanted.allowed is not None for wanted in inputs)
+        table = penalise(logits, inputs, send_allowed(logits, inputs) if grammars else None)  # [inputs, vocab]
+    each = [RowDistribution.of(row, wanted.params, row) for row, wanted in enumerate(inputs)]
     rows, top_ks, temperatures, min_logprobs, shares = send(
         logits.device,
         [one.row for one in each],

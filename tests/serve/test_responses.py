@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from minipaged.async_llm import AsyncRequest
 from minipaged.errors import EngineDead
 from minipaged.serve.protocol import MOST_ITEMS
-from minipaged.serve.response_bodies import INCLUDABLE, LOGPROBS, REFUSED_HERE
+from minipaged.serve.response_bodies import INCLUDABLE, LOGPROBS, REFUSED_HERE, ResponsesBody
 from tests.serve.scripted import TOOLS, Json, Script
 
 PATH = "/v1/responses"
@@ -328,6 +329,19 @@ def test_the_fields_of_the_request_come_back(script: Script) -> None:
     assert response["tools"] == FLAT
     assert script.engine.asked[-1].params.temperature == 0.5  # type: ignore[union-attr]
     assert "<tools>" not in script.engine.prompt
+
+
+def test_the_engine_receives_the_fields_that_concern_it(script: Script) -> None:
+    """All that a request for the engine has in common with a body."""
+    common = ResponsesBody.model_fields.keys() & {*AsyncRequest._fields} - {"request_id", "prompt"}
+    given: Json = {"priority": 3, "cache_salt": "mine"}
+    for path, body in (
+        (PATH, {"input": "x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+    ):
+        script.answered(path, body | {name: given[name] for name in common})
+        for name in common:
+            assert getattr(script.engine.asked[-1], name) == given[name]
 
 
 def test_a_stream_is_named_events_without_an_end_mark(script: Script) -> None:

@@ -518,7 +518,7 @@ class ChatAnswer(Answer):
             reason = calls.finish_reason(reason)
         deltas = [self._delta(piece, calls) for piece in pieces]
         if not deltas and (reason or new.new_logprobs or self.body.return_token_ids):
-            deltas = [{"content": ""}]
+            deltas = [{}]
         for place, delta in enumerate(deltas, 1):
             yield {"index": number, "delta": delta} | self._beside_delta(new, reason, place == 1, place == len(deltas))
 

@@ -37,12 +37,7 @@ def test_arguments_are_objects_or_texts_that_hold_one() -> None:
         assert len(str(caught.value)) < 500
 
 
-@given(
-    text=st.text(
-        st.characters(codec="utf-16", categories=["Cs", "L", "N"])
-        | st.characters(min_codepoint=0xD800, max_codepoint=0xDFFF)
-    )
-)
+@given(text=st.text(st.sampled_from("aé😀\ud83d\ude00\ud800\udc00")))
 def test_half_of_a_character_becomes_one_that_can_be_encoded(text: str) -> None:
     read = parsed_arguments(json.dumps({"a": text}), "x")["a"]
     read.encode()
@@ -61,7 +56,9 @@ def test_a_template_must_mention_what_it_is_given(tmp_path: Path) -> None:
     write_byte_tokenizer(tmp_path, chat_template=True)
     tokenizer, asks = Tokenizer(tmp_path), {"role": "user", "content": "x"}
     tools = [{"type": "function", "function": {"name": "f"}}]
-    with pytest.raises(InvalidRequest, match="^tools are given, and the model's chat template does not mention them; "):
+    with pytest.raises(
+        InvalidRequest, match=r"^tools are given, and the model's chat template does not mention them; "
+    ):
         tokenizer.encode_chat([asks], tools=tools)
     calls = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
     with pytest.raises(InvalidRequest, match=r"^messages\[1\] has tool_calls, and the model's chat template does not"):

@@ -165,7 +165,8 @@ class ResponseAnswer:
         )
 
     def num_written(self, update: RequestUpdate) -> int:
-        return 0
+        """Return the number of tokens that `pieces` reports one by one. Behind a slow reader they are many."""
+        return 0 if self.body.reported is None else sum(len(new.new_token_ids) for new in update.completions)
 
     @property
     def num_closing(self) -> int:

@@ -367,3 +367,5 @@ def test_what_is_told_many_times_is_encoded_once(script: Script, monkeypatch: py
     monkeypatch.setattr(app, "written", noting)
     respond(script, "x" * 300, 1, include=[LOGPROBS], top_logprobs=1)
     assert asked[-1] > app.MANY_TOKENS
+    respond(script, "x" * 600, 1000, include=[LOGPROBS])  # many tokens in one update, as behind a slow reader
+    assert max(asked[-2:]) == asked[-1] > asked[-2] > app.MANY_TOKENS

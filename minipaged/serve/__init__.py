@@ -9,6 +9,10 @@ bodies.py       decodes the bodies of requests
 protocol.py     the fields of the bodies, and the parameters made from them
 serving.py      a served model: turns a body into requests for the engine
 answers.py      turns the engine's updates into OpenAI's JSON, whole or in chunks
+tools.py        the tools of a request, and the calls in its answer
+call_parsers.py reads calls in the text that a model writes, as it grows
+response_bodies.py, responses.py
+                POST /v1/responses: its body, and its answer as items and events
 metrics.py      the metrics for Prometheus, with vLLM's names
 live/           the page at /, which shows the blocks live
 

@@ -20,7 +20,7 @@ from minipaged.async_llm import AsyncRequest
 from minipaged.engine.detokenizer import Decode, Detokenizer, text_without_end
 from minipaged.models.tokenizer import with_plain_content
 from minipaged.outputs import CompletionOutput, CompletionUpdate, RequestOutput, RequestUpdate
-from minipaged.params import BeamSearchParams, SamplingParams
+from minipaged.params import MOST_LOGPROB_TOKENS, BeamSearchParams, SamplingParams
 from minipaged.serve.call_parsers import Piece
 from minipaged.serve.protocol import ChatBody, CompletionBody, SamplingBody
 from minipaged.serve.tools import CallSource, ChoiceCalls, joined
@@ -28,8 +28,6 @@ from minipaged.serve.tools import CallSource, ChoiceCalls, joined
 Json = dict[str, Any]
 Logprobs = Sequence[Mapping[int, float]]
 PromptLogprobs = Sequence[Mapping[int, float] | None]
-MOST_LOGPROB_TOKENS = 128
-"""The largest number of tokens in `logprob_token_ids`."""
 LEAST_LOGPROB = -9999.0
 """The smallest log-probability in an answer, because JSON has no minus infinity."""
 
@@ -522,7 +520,7 @@ class ChatAnswer(Answer):
             reason = calls.finish_reason(reason)
         deltas = [self._delta(piece, calls) for piece in pieces]
         if not deltas and (reason or new.new_logprobs or self.body.return_token_ids):
-            deltas = [{"content": ""}]
+            deltas = [{}]
         for place, delta in enumerate(deltas, 1):
             yield {"index": number, "delta": delta} | self._beside_delta(new, reason, place == 1, place == len(deltas))
 

@@ -39,12 +39,10 @@ class Items:
     def __init__(self, calls: ChoiceCalls | None) -> None:
         self.all: list[Json] = []
         self._calls = calls
-        self._text: list[str] = []
-        """The pieces of the text, or of the arguments, of the open item."""
-        self._logprobs: list[bytes] = []
-        """The log-probabilities of the open message's tokens, each encoded."""
-        self._new_logprobs: list[bytes] = []
-        self._is_open = False
+        self._is_open = False  # whether the last item may still grow
+        self._text: list[str] = []  # the pieces of its text, or of its arguments
+        self._logprobs: list[bytes] = []  # the log-probabilities of its tokens, each encoded
+        self._new_logprobs: list[bytes] = []  # those of tokens whose text has not come yet
 
     def add(self, text: str, token_ids: Sequence[int], is_last: bool, logprobs: Sequence[bytes] = ()) -> Iterator[Json]:
         """Add new text. `logprobs`: those of the new tokens, encoded."""
@@ -167,7 +165,8 @@ class ResponseAnswer:
         )
 
     def num_written(self, update: RequestUpdate) -> int:
-        return 0
+        """Return the number of tokens that `pieces` reports one by one. Behind a slow reader they are many."""
+        return 0 if self.body.reported is None else sum(len(new.new_token_ids) for new in update.completions)
 
     @property
     def num_closing(self) -> int:

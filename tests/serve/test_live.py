@@ -690,6 +690,55 @@ def test_the_chat_says_which_blocks_each_turn_shared(open_page: Callable[..., Op
     assert page.locator("#turns li").count() == 0
 
 
+def test_the_chat_offers_a_tool_and_shows_its_calls(open_page: Callable[..., Opened]) -> None:
+    """The server's answers are given here: the model of these tests says one thing only."""
+    opened = open_page()
+    page = opened.page
+    function = {"name": "count_blocks", "arguments": ""}
+    deltas: list[list[dict[str, Any]]] = [
+        [
+            {"content": "I look."},
+            {"tool_calls": [{"index": 0, "id": "call_1", "type": "function", "function": function}]},
+            {"tool_calls": [{"index": 0, "function": {"arguments": "{"}}]},
+            {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]},
+        ],
+        [{"content": "All are free."}],
+        [{"content": "Yes."}],
+    ]
+    asked: list[dict[str, Any]] = []
+
+    def fulfil(route: Any) -> None:
+        asked.append(route.request.post_data_json)
+        events = [f"data: {json.dumps({'choices': [{'delta': delta}]})}\n\n" for delta in deltas[len(asked) - 1]]
+        route.fulfill(content_type="text/event-stream", body="".join([*events, "data: [DONE]\n\n"]))
+
+    page.route("**/v1/chat/completions", fulfil)
+    page.get_by_label("Offer the model a tool").check()
+    ask(page, "How full is it?")
+    page.get_by_text("All are free.").wait_for()
+    result = '{"held":0,"cached":0,"free":64}'
+    assert page.locator("#turns li").nth(1).locator(".text").all_text_contents() == [
+        "I look.",
+        f"count_blocks({{}}) → {result}",
+    ]
+    page.get_by_label("Offer the model a tool").uncheck()
+    ask(page, "Really?")
+    page.get_by_text("Yes.").wait_for()
+    assert [[tool["function"]["name"] for tool in body.get("tools", [])] for body in asked] == [
+        ["count_blocks"],
+        ["count_blocks"],
+        [],
+    ]
+    call = {"id": "call_1", "type": "function", "function": {"name": "count_blocks", "arguments": "{}"}}
+    assert asked[2]["messages"] == [
+        {"role": "user", "content": "How full is it?"},
+        {"role": "assistant", "content": "I look.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": result},
+        {"role": "assistant", "content": "All are free."},
+        {"role": "user", "content": "Really?"},
+    ]
+
+
 def test_the_chat_can_be_stopped_and_then_nothing_goes_on(open_page: Callable[..., Opened]) -> None:
     opened = open_page(step_seconds=0.1)
     page = opened.page

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from minipaged.async_llm import AsyncRequest
 from minipaged.errors import EngineDead
 from minipaged.serve.protocol import MOST_ITEMS
-from minipaged.serve.response_bodies import INCLUDABLE, LOGPROBS, REFUSED_HERE
+from minipaged.serve.response_bodies import INCLUDABLE, LOGPROBS, REFUSED_HERE, ResponsesBody
 from tests.serve.scripted import TOOLS, Json, Script
 
 PATH = "/v1/responses"
@@ -330,6 +331,19 @@ def test_the_fields_of_the_request_come_back(script: Script) -> None:
     assert "<tools>" not in script.engine.prompt
 
 
+def test_the_engine_receives_the_fields_that_concern_it(script: Script) -> None:
+    """All that a request for the engine has in common with a body."""
+    common = ResponsesBody.model_fields.keys() & {*AsyncRequest._fields} - {"request_id", "prompt"}
+    given: Json = {"priority": 3, "cache_salt": "mine"}
+    for path, body in (
+        (PATH, {"input": "x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+    ):
+        script.answered(path, body | {name: given[name] for name in common})
+        for name in common:
+            assert getattr(script.engine.asked[-1], name) == given[name]
+
+
 def test_a_stream_is_named_events_without_an_end_mark(script: Script) -> None:
     answer = script.post(PATH, {"input": "x", "stream": True}, "y")
     events = answer.text.split("\n\n")
@@ -353,3 +367,5 @@ def test_what_is_told_many_times_is_encoded_once(script: Script, monkeypatch: py
     monkeypatch.setattr(app, "written", noting)
     respond(script, "x" * 300, 1, include=[LOGPROBS], top_logprobs=1)
     assert asked[-1] > app.MANY_TOKENS
+    respond(script, "x" * 600, 1000, include=[LOGPROBS])  # many tokens in one update, as behind a slow reader
+    assert max(asked[-2:]) == asked[-1] > asked[-2] > app.MANY_TOKENS

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from minipaged.errors import InvalidRequest
-from minipaged.models.tool_messages import parsed_arguments
 from minipaged.serve.settings import ServeSettings
 from minipaged.serve.tools import MOST_BYTES, MOST_TOOLS, Tools, tools_of
 from tests.serve.scripted import ASKS, TOOLS, Json, Script, calls_in
@@ -270,15 +269,6 @@ def test_faulty_calls_and_results_are_refused_by_their_place(script: Script, mes
 def test_a_prompt_has_no_tools(script: Script) -> None:
     for path, body in (("/v1/completions", {"prompt": "x", "tools": TOOLS}), ("/tokenize", {"prompt": "x"})):
         assert script.refused(path, {**body, "tools": TOOLS})["param"] == "tools"
-
-
-def test_arguments_are_objects_or_texts_that_hold_one() -> None:
-    for empty in (None, "", "{}", {}):
-        assert parsed_arguments(empty, "x") == {}
-    assert parsed_arguments('{"a": "\\ud83d\\ude00\\ud800"}', "x") == {"a": "😀\ufffd"}
-    for wrong in ("[]", "{", 3, "[" * 100_000):
-        with pytest.raises(InvalidRequest, match=r"^input\[3\]\.arguments must be"):
-            parsed_arguments(wrong, "input[3].arguments")
 
 
 def test_a_template_is_read_from_a_file(tmp_path: Path) -> None:

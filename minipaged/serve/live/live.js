@@ -620,6 +620,19 @@ const followAlways = async () => {
 
 // --- Chat -----------------------------------------------------------------------------------------
 
+/** A tool that this page offers to the model: it may ask how its own memory is used. */
+const TOOL = {type: "function", function: {
+  name: "count_blocks",
+  description: "Count the blocks of the KV cache: held by sequences, kept by the prefix cache only, and free.",
+  parameters: {type: "object", properties: {}},
+}};
+const MOST_ROUNDS = 3; // answers to one question; the last one may call no tool
+const resultOf = (name) => {
+  if (name !== TOOL.function.name) return {error: `there is no tool ${name}`};
+  const {held, cached, free} = history.latest.device.counts();
+  return {held, cached, free};
+};
+
 const turns = []; // the answers
 let messages = [];
 let answering = null; // the controller that aborts the answer being read
@@ -669,24 +682,42 @@ const noteTurns = () => {
   for (const turn of turns.slice(-3)) turn.noteRequest([...history.latest.requests.values()]);
 };
 
-const readAnswer = async (turn, signal) => {
+/** Show the answer as it comes, and return the tool calls in it. */
+const readAnswer = async (turn, signal, tools) => {
+  const calls = [];
   const response = await fetch("/v1/chat/completions", {
     method: "POST", signal, headers: {"Content-Type": "application/json", ...headers()},
     // Small models ramble at temperature 1. These are the defaults of `minipaged chat`.
     body: JSON.stringify({messages, temperature: 0.2, top_p: 0.9, request_id: turn.name, stream: true,
-      stream_options: {include_usage: true}}),
+      stream_options: {include_usage: true}, ...tools}),
   });
   if (!response.ok) {
     const {error} = await response.json().catch(() => ({error: `the server answered ${response.status}`}));
     throw new Error(error.message ?? error);
   }
   for await (const text of dataOf(response)) {
-    if (text === "[DONE]") return;
+    if (text === "[DONE]") break;
     const chunk = JSON.parse(text);
     if (chunk.error) throw new Error(chunk.error.message ?? chunk.error);
-    turn.text.append(chunk.choices[0]?.delta.content ?? "");
+    const delta = chunk.choices[0]?.delta ?? {};
+    turn.text.append(delta.content ?? "");
+    for (const {index, id, function: {name, arguments: piece}} of delta.tool_calls ?? []) {
+      calls[index] ??= {id, type: "function", function: {name, arguments: ""}};
+      calls[index].function.arguments += piece;
+    }
     const cached = chunk.usage?.prompt_tokens_details?.cached_tokens;
     if (cached !== undefined) turn.usage = ` (usage: ${cached} cached)`;
+  }
+  return calls;
+};
+
+/** Show the calls of an answer, and add them and their results to the conversation. */
+const carryOut = (calls, turn, conversation) => {
+  conversation.push({role: "assistant", content: turn.text.textContent, tool_calls: calls});
+  for (const call of calls) {
+    const {name, arguments: given} = call.function, result = JSON.stringify(resultOf(name));
+    turn.note.parentElement.before(make("p", {class: "text"}, `${name}(${given}) → ${result}`));
+    conversation.push({role: "tool", tool_call_id: call.id, content: result});
   }
 };
 
@@ -697,22 +728,29 @@ const setAnswering = (is) => {
 };
 
 const answer = async (question) => {
-  messages.push({role: "user", content: question});
-  const turn = new Turn();
-  turns.push(turn);
-  find("turns").append(make("li", {}, make("b", {}, "you"), make("p", {class: "text"}, question)), turn.item);
+  const mine = messages, before = mine.length;
+  mine.push({role: "user", content: question});
+  find("turns").append(make("li", {}, make("b", {}, "you"), make("p", {class: "text"}, question)));
   answering = new AbortController();
   setAnswering(true);
-  const mine = messages;
+  const {signal} = answering;
+  let turn;
   try {
-    await readAnswer(turn, answering.signal);
+    for (let round = 1, calls = null; calls === null || calls.length; round++) {
+      if (calls) carryOut(calls, turn, mine);
+      turn = new Turn();
+      turns.push(turn);
+      find("turns").append(turn.item);
+      calls = await readAnswer(turn, signal, find("offer").checked && round < MOST_ROUNDS ? {tools: [TOOL]} : {});
+      signal.throwIfAborted(); // the conversation may be over
+    }
   } catch (error) {
     const stopped = error.name === "AbortError";
     if (!turn.request) say(turn.note, "");
     turn.item.append(make("p", stopped ? {class: "note"} : {class: "error", role: "alert"}, stopped ? "Stopped." : error.message));
   }
   if (turn.text.textContent) mine.push({role: "assistant", content: turn.text.textContent});
-  else mine.pop(); // a question without an answer would be asked again with the next one
+  else mine.length = before; // a question without an answer would be asked again with the next one
   if (find("stop") === document.activeElement) find("question").focus(); // a disabled button would lose the focus
   answering = null;
   setAnswering(false);

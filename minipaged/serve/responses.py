@@ -138,7 +138,8 @@ class ResponseAnswer:
     _reason: str | None = None
 
     def asked(self) -> list[AsyncRequest]:
-        return [AsyncRequest(self.engine_id, self.prompt.token_ids, self.params, priority=self.body.priority or 0)]
+        priority, salt = self.body.priority or 0, self.body.cache_salt
+        return [AsyncRequest(self.engine_id, self.prompt.token_ids, self.params, priority=priority, cache_salt=salt)]
 
     def num_told(self, outputs: Sequence[RequestOutput]) -> int:
         """Return the number of tokens that `whole` reports one by one, or that it reads for calls."""

@@ -28,6 +28,7 @@ from tests.agreement.test_sampling import (
     assert_same,
     logit_tables,
     sampling_params,
+    token_bits,
     with_fixtures,
 )
 
@@ -66,6 +67,7 @@ def verifications(draw: st.DrawFn) -> tuple[FloatArray, list[Draft], FloatArray 
     vocab = draw(st.sampled_from([1, 2, 5, 23]))
     lengths = draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))
     params = draw(st.lists(sampling_params(vocab), min_size=1, max_size=2))
+    bits = draw(st.sampled_from([st.none(), token_bits(vocab)]))
     table = draw(logit_tables(sum(lengths) + len(lengths), vocab))
     noise = draw(st.sampled_from([0.0, 0.5, 3.0])) * np.random.default_rng(draw(st.integers(0, 99))).normal(
         size=table.shape
@@ -77,7 +79,9 @@ def verifications(draw: st.DrawFn) -> tuple[FloatArray, list[Draft], FloatArray 
         chosen, forbidden = draw(st.sampled_from(params)), draw(st.sampled_from([(), (0,)]))
         tokens, inputs = list[int](), list[SamplingInput]()
         for i in range(length + 1):
-            inputs.append(SamplingInput(row + i, chosen, [0, 0], list(tokens), seed, stream, forbidden))
+            inputs.append(
+                SamplingInput(row + i, chosen, [0, 0], list(tokens), seed, stream, forbidden, allowed=draw(bits))
+            )
             if i < length:
                 with np.errstate(over="ignore"):
                     [guess] = sampling.sample(table if is_drawn else logits, [inputs[-1]])

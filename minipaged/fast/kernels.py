@@ -390,6 +390,7 @@ class SamplingKernels(Protocol):
         shares: Tensor,
         *,
         depth: int,
+        allowed: Tensor | None = None,
     ) -> Tensor:
         """Return the weights [n, vocab] float64 from which `draw` draws: 1 for the likeliest token, 0 for those that
         the filters drop. The distributions are given as to `draw`."""

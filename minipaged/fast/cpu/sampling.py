@@ -154,11 +154,13 @@ def token_weights(
     shares: Tensor,
     *,
     depth: int,
+    allowed: Tensor | None = None,
 ) -> Tensor:
     """See `minipaged.fast.kernels`. `depth` is ignored, as in `draw`."""
     dense = np.zeros((len(rows), logits.shape[1]))
-    given = (peaks, temperatures, min_logprobs, top_ks, shares)
-    _token_weights(logits.contiguous().numpy(), rows.numpy(), *(each.numpy() for each in given), dense)
+    given = (rows, peaks, temperatures, min_logprobs, top_ks, shares)
+    words = np.zeros((len(rows), 0), np.int32) if allowed is None else allowed.numpy()
+    _token_weights(logits.contiguous().numpy(), *(each.numpy() for each in given), words, dense)
     return torch.from_numpy(dense)
 
 
@@ -358,10 +360,10 @@ def _draw(logits, rows, peaks, temperatures, min_logprobs, top_ks, shares, distr
 
 
 @kernel(parallel=True, error_model="numpy")
-def _token_weights(logits, rows, peaks, temperatures, min_logprobs, top_ks, shares, dense):
+def _token_weights(logits, rows, peaks, temperatures, min_logprobs, top_ks, shares, allowed, dense):
     for i in prange(len(rows)):
         kept, cumulative = _distribution(
-            logits[rows[i]], peaks[i], temperatures[i], min_logprobs[i], top_ks[i], shares[i]
+            logits[rows[i]], peaks[i], temperatures[i], min_logprobs[i], top_ks[i], shares[i], allowed[i]
         )
         before = 0.0
         for j in range(len(kept)):

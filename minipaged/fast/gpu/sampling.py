@@ -264,7 +264,8 @@ def draw_ordered(
     allowed: Tensor | None = None,
 ) -> Tensor:
     """`draw` with torch's operations, each over all distributions. `depth` may be 0 here, too."""
-    kept = token_weights(logits, rows, peaks, temperatures, min_logprobs, top_ks, shares, depth=depth)  # [n, vocab]
+    given = (logits, rows, peaks, temperatures, min_logprobs, top_ks, shares)
+    kept = token_weights(*given, depth=depth, allowed=allowed)  # [n, vocab]
     # A GPU sums in pieces, so rounding may change a running sum even at a token of weight 0. Setting the sums of
     # dropped tokens to 0 ensures that none of these is the first to exceed the draw.
     cumulative = torch.where(kept > 0, kept.cumsum(1), 0.0)  # [n, vocab]
@@ -282,6 +283,7 @@ def token_weights(
     shares: Tensor,
     *,
     depth: int,
+    allowed: Tensor | None = None,
 ) -> Tensor:
     """See `minipaged.fast.kernels`."""
     vocab = logits.shape[1]

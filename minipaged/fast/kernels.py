@@ -344,7 +344,7 @@ class SamplingKernels(Protocol):
         """
 
     def allowed_only(self, table: Tensor, allowed: Tensor) -> None:
-        """Set the logits that allowed[i] does not allow to minus infinity, in each row i of `table` [n, vocab].
+        """Set the logits that allowed[i] does not allow to minus infinity, in each row i of `table` [n, vocab] float64.
         `allowed` [n, words] is that of `likeliest_allowed`."""
 
     def draw(
@@ -360,6 +360,7 @@ class SamplingKernels(Protocol):
         uniforms: Tensor,
         *,
         depth: int,
+        allowed: Tensor | None = None,
     ) -> Tensor:
         """Draw tokens. Distribution i is row rows[i] of `logits` with a temperature and filters. Draw j uses
         distribution distributions[j] and the random number uniforms[j].
@@ -371,6 +372,8 @@ class SamplingKernels(Protocol):
         depth: the most logits that a distribution's filters need in order: `vocab` if any share is above 0, else the
             largest of the `top_ks`, else 0. It is passed so that the host need not read `top_ks` and `shares` from a
             GPU.
+        allowed: [n, ceil(vocab / 32)] int32, the tokens that each distribution may draw, in the bits of
+            `likeliest_allowed`; `peaks` are then those of the allowed tokens. None: all.
 
         Returns [m] int64: the first token whose cumulative weight exceeds uniforms[j] of the total weight. Weights are
         summed in float64, in order of token id.

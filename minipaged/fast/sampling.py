@@ -12,8 +12,8 @@ and the result is one token and one log-probability per sequence. So
   waits for them (`Samples`). The next batch need not wait, because it reads the tokens on the device;
 - an input that is greedy and has no penalties, the commonest kind, costs one read of its row (`argmax_logsumexp`, or
   `likeliest_allowed` with a grammar) and no float64 copy;
-- a row or a distribution that several inputs share is computed once. Only inputs with penalties or forbidden tokens,
-  and those that draw with a grammar, need their own row. (With a grammar alone it has the type of the logits.)
+- a row or a distribution that several inputs share is computed once. Only inputs with penalties or forbidden tokens
+  need their own row.
 
 The functions that read whole rows are kernels (`kernels.SamplingKernels`).
 """
@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, islice
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -105,8 +106,6 @@ class Choosing:
             return  # the commonest batch: it sends nothing
         altered = [index for index, wanted in enumerate(inputs) if _is_altered(wanted)]
         restricted = [index for index in in_grammar if not _is_altered(inputs[index])]
-        restricted.sort(key=lambda index: inputs[index].params.temperature > 0)
-        self._num_greedy = sum(inputs[index].params.temperature == 0 for index in restricted)
         if self._all_greedy and in_grammar:
             restricted = list(range(len(inputs)))  # one kernel does all
         self._in_grammar = [inputs[index] for index in restricted]
@@ -128,14 +127,11 @@ class Choosing:
         )
         own_rows = {*restricted, *altered}
         plain = [(index, row) for index, row in enumerate(rows) if index not in own_rows]
-        self._draws, self._restricted_draws, self._altered_draws = (
-            _Drawing(users, inputs, device, vocab, self._kernels)
-            for users in (
-                plain,
-                [(index, row) for row, index in enumerate(restricted[self._num_greedy :])],
-                [(index, row) for row, index in enumerate(altered)],
-            )
-        )
+        of_table = [(index, row) for row, index in enumerate(altered)]
+        in_grammar_alone = [(index, rows[index]) for index in restricted]
+        drawing = partial(_Drawing, inputs=inputs, device=device, vocab=vocab, kernels=self._kernels)
+        self._draws, self._altered_draws = drawing(plain), drawing(of_table)
+        self._restricted_draws = drawing(in_grammar_alone, has_grammars=True)
 
     @classmethod
     def of(cls, inputs: Sequence[SamplingInput], logits: Tensor, before: Choosing | None = None) -> Choosing:
@@ -168,11 +164,7 @@ class Choosing:
             first, allowed = allowed[: len(lookups.restricted)], allowed[len(lookups.restricted) :]
             best = kernels.likeliest_allowed(logits, sent.restricted_rows, first)  # [restricted] each
             token_ids[sent.restricted], restricted_peaks, *_ = best
-            greedy = self._num_greedy
-            if greedy < len(lookups.restricted):
-                table = logits[sent.restricted_rows[greedy:]]  # [restricted that draw, vocab]
-                kernels.allowed_only(table, first[greedy:])
-                self._restricted_draws.put_into(token_ids, table, restricted_peaks[greedy:])
+            self._restricted_draws.put_into(token_ids, logits, restricted_peaks, first)
         if lookups.altered:
             table = penalise(logits, [inputs[index] for index in lookups.altered], allowed)  # [altered, vocab]
             token_ids[sent.altered], altered_peaks, _ = kernels.argmax_logsumexp(table)  # [altered]
@@ -215,7 +207,7 @@ class _Lookups(NamedTuple, Generic[Column]):
     """The rows, inputs and tokens that `sample` looks up."""
 
     rows: Column  # [inputs], each input's row of the logits
-    restricted: Column  # [restricted], inputs to which only a grammar applies, greedy ones first; or all inputs
+    restricted: Column  # [restricted], inputs to which only a grammar applies; all inputs if all are greedy
     restricted_rows: Column  # [restricted], their rows
     altered: Column  # [altered], inputs that need their own row
     ranked: Column  # [ranked], rows whose likeliest tokens are requested
@@ -418,16 +410,21 @@ class _Drawing:
         device: torch.device,
         vocab: int,
         kernels: SamplingKernels,
+        *,
+        has_grammars: bool = False,
     ) -> None:
-        """`users`: (number of an input, its row of logits) each. Greedy inputs draw nothing."""
+        """`users`: (number of an input, its row of logits) each. Greedy inputs draw nothing. `has_grammars`: each has
+        a grammar, and so a distribution of its own."""
         self._device = device
         self._kernels = kernels
         drawing_from: dict[_Distribution, list[int]] = defaultdict(list)  # the inputs that draw from each
-        for index, used_row in users:
+        for number, (index, used_row) in enumerate(users):
             params = inputs[index].params
+            place = number if has_grammars else used_row
             if params.temperature > 0:
                 min_logprob = math.log(params.min_p) if params.min_p > 0 else -math.inf
-                wanted = _Distribution(used_row, params.top_k, params.temperature, min_logprob, 1 - params.top_p)
+                filters = (params.top_k, params.temperature, min_logprob, 1 - params.top_p)
+                wanted = _Distribution(used_row, place, *filters)
                 drawing_from[wanted].append(index)
         only_kernels = is_gpu(device) and not any(one.depth(vocab) for one in drawing_from)  # kernels make no copies
         pending = iter(drawing_from.items())
@@ -439,14 +436,15 @@ class _Drawing:
             depth = max(distribution.depth(vocab) for distribution in piece)
             self._pieces.append((sent, Counters(drawing), depth))
 
-    def put_into(self, token_ids: Tensor, logits: Tensor, peaks: Tensor) -> None:
-        """Draw tokens from `logits` [rows, vocab] into `token_ids` [inputs]; peaks: [rows]."""
+    def put_into(self, token_ids: Tensor, logits: Tensor, peaks: Tensor, allowed: Tensor | None = None) -> None:
+        """Draw tokens from `logits` [rows, vocab] into `token_ids` [inputs]; peaks: [rows]. With grammars, peaks:
+        [users], and allowed: [users, words]."""
         for sent, drawing, depth in self._pieces:
             [numbers] = send(self._device, drawing.uniform(self._kernels))
             token_ids[sent.input] = self._kernels.draw(
                 logits,
                 sent.row,
-                peaks[sent.row],
+                peaks[sent.place],
                 sent.temperature,
                 sent.min_logprob,
                 sent.top_k,
@@ -454,6 +452,7 @@ class _Drawing:
                 sent.distribution,
                 numbers,
                 depth=depth,
+                allowed=None if allowed is None else allowed[sent.place],
             )
 
 
@@ -461,6 +460,8 @@ class _Distribution(NamedTuple):
     """A row of logits with a temperature and filters, from which one or more inputs draw."""
 
     row: int
+    place: int
+    """Where its peak is, and its grammar: the row too, or the number of the only user."""
     top_k: int
     temperature: float
     min_logprob: float
@@ -481,6 +482,7 @@ class _Draws(NamedTuple, Generic[Column]):
     input: Column  # [draws], the number of the input that draws
     distribution: Column  # [draws], the number of its distribution
     row: Column  # [distributions]; see `_Distribution`
+    place: Column  # [distributions]
     top_k: Column  # [distributions]
     temperature: Column  # [distributions] float64
     min_logprob: Column  # [distributions] float64
@@ -493,6 +495,7 @@ class _Draws(NamedTuple, Generic[Column]):
             input=[index for indices in drawing_from.values() for index in indices],
             distribution=[number for number, indices in enumerate(drawing_from.values()) for _ in indices],
             row=[each.row for each in drawing_from],
+            place=[each.place for each in drawing_from],
             top_k=[each.top_k for each in drawing_from],
             temperature=np.array([each.temperature for each in drawing_from]),
             min_logprob=np.array([each.min_logprob for each in drawing_from]),

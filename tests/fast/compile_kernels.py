@@ -425,15 +425,15 @@ def draw_entries() -> Iterator[Entry]:
     each = {"rows": "*i64", "peaks": "*fp64", "temperatures": "*fp64", "min_logprobs": "*fp64", "totals": "*fp64"}
     options = {"VOCAB": 128256, "TILE": sampling.DRAW_TILE, "num_warps": 4, "enable_fp_fusion": False}
     for name, pointer in (("bf16", "*bf16"), ("fp32", "*fp32"), ("fp64", "*fp64")):  # fp64: penalised rows
-        logits = {"logits": pointer, **each, "logits_stride": "i32"}
-        yield Entry(f"tile-totals-{name}", sampling._tile_totals, logits, options)
+        logits = {"logits": pointer, **each, "logits_stride": "i32", "allowed_stride": "i32"}
         drawn = {"distributions": "*i64", "uniforms": "*fp64", "token_ids": "*i64"}
         tiles = triton.cdiv(128256, sampling.DRAW_TILE)
         constants = options | {"TILES": tiles, "WIDTH": triton.next_power_of_2(tiles)}
-        yield Entry(f"draw-{name}", sampling._draw, logits | drawn, constants)
-        in_grammar = {"table": pointer, "allowed": "*i32", "table_stride": "i32", "allowed_stride": "i32"}
-        constants = {"VOCAB": 128256, "TILE": sampling.TILE, "num_warps": 8}
-        yield Entry(f"forbid-{name}", sampling._forbid, in_grammar, constants)
+        for grammar, allowed, none in (("", {}, {"allowed": None}), ("-allowed", {"allowed": "*i32"}, {})):
+            yield Entry(f"tile-totals-{name}{grammar}", sampling._tile_totals, logits | allowed, options | none)
+            yield Entry(f"draw-{name}{grammar}", sampling._draw, logits | drawn | allowed, constants | none)
+    table = {"table": "*fp64", "allowed": "*i32", "table_stride": "i32", "allowed_stride": "i32"}
+    yield Entry("forbid", sampling._forbid, table, {"VOCAB": 128256, "TILE": sampling.TILE, "num_warps": 8})
 
 
 def small_entries() -> Iterator[Entry]:

@@ -285,8 +285,8 @@ def params(rng: random.Random) -> SamplingParams | BeamSearchParams:
 
 
 def with_grammars(mirror: Mirror, _inputs: Callable[[Mirror], Any] = Mirror.sampling_inputs) -> Any:
-    """The inputs of a step, half of them with a grammar that allows every other token. The same inputs come again as
-    the same object, so that a plan goes on."""
+    """The inputs of a step, those of odd seeds with a grammar that allows every other token. The same inputs come again
+    as the same object, so that a plan goes on."""
     inputs = _inputs(mirror)
     if LOG.phase != "serving":
         return inputs
@@ -299,9 +299,11 @@ def with_grammars(mirror: Mirror, _inputs: Callable[[Mirror], Any] = Mirror.samp
 
 
 def serve(engine: Engine, case: Case, rng: random.Random) -> None:
-    """As many short requests as a batch holds, at once; then random ones, some of which begin as others do."""
-    for _ in range(case.max_num_seqs):
-        engine.add_request([1], SamplingParams(temperature=0, max_tokens=3))
+    """As many short requests as a batch holds, at once; two that draw; then random ones, some of which begin as others
+    do. An odd seed stands for a grammar (`with_grammars`)."""
+    for temperature, number in ((0.0, max(2, case.max_num_seqs)), (0.7, 2)):
+        for seed in range(number):
+            engine.add_request([1], SamplingParams(temperature=temperature, seed=seed, max_tokens=3))
     longest = engine.config.max_model_len - 1
     lengths = [*(length for length in (1, 2, 3, 5, 9, 17, 40, 65, 97, 130, 300) if length < longest), longest]
     common = [rng.randrange(case.vocab) for _ in range(longest)]

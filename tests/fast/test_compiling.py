@@ -31,7 +31,7 @@ FAULTS = {
     "shares unprepared": SHARING,
     "draws only": {"_forbid", "_tile_totals", "_draw"},
     "greedy only": {"_forbid", "_tile_totals", "_draw"},
-    "no grammars": {"_tile_allowed", "_row_allowed", "_forbid"},
+    "no grammars": {"_tile_allowed", "_row_allowed", "_forbid", "_tile_totals", "_draw"},
     "looks at addresses": {"_slot_mapping"},
 }
 """What is broken on purpose in the rehearsal, and which kernels are then compiled too late."""

@@ -141,12 +141,12 @@ def test_the_likeliest_allowed_token_is_the_likeliest_of_those_that_are_left(
 
 
 @settings(max_examples=examples(20))
-@given(vocab=VOCABS, dtype=st.sampled_from([*DTYPES, torch.float64]), data=st.data())
+@given(vocab=VOCABS, data=st.data())
 def test_what_is_not_allowed_is_set_to_minus_infinity_and_nothing_else_is_touched(
-    vocab: int, dtype: torch.dtype, data: st.DataObject
+    vocab: int, data: st.DataObject
 ) -> None:
-    """A table with a stride, of any type."""
-    around = random_logits(data.draw(st.integers(0, 3)), vocab + 5, dtype, seed=vocab)
+    """A table with a stride."""
+    around = random_logits(data.draw(st.integers(0, 3)), vocab + 5, torch.float64, seed=vocab)
     is_allowed, bits = allowed_tokens(len(around), vocab, data)
     expected = around.clone()
     expected[:, 2:-3] = torch.where(is_allowed, around[:, 2:-3], -math.inf)

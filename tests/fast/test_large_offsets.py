@@ -359,6 +359,9 @@ def sampling(module: ModuleType, high: bool) -> Results:
     yield from (token_ids, peaks, log_totals, drawn)
     bits = spread(integers([0, 0, 0, 0], [-1, 0, 5, 0], [1 << 9, 0, 0, 1]))  # a row of each input
     yield from module.likeliest_allowed(logits, rows, bits)
+    peaks = module.likeliest_allowed(logits, rows, bits)[1]
+    given = (logits, rows, peaks, ones, -torch.inf * ones, zeros, 0 * ones, rows, 0.6 * ones)
+    yield module.draw(*given, depth=0, allowed=bits)
     table = spread(numbers(3, 100, dtype=torch.float64))
     module.allowed_only(table, bits)
     yield table
@@ -403,7 +406,6 @@ WIDENING = ".to(tl.int64)"
 IN_VAIN = {
     "_row_peaks: row = tl.program_id(0).to(tl.int64)",
     "_row_allowed: i = tl.program_id(0).to(tl.int64)",
-    "_tile_totals: i = tl.program_id(0).to(tl.int64)",
     "_draw: number = tl.program_id(0).to(tl.int64)",
     "_draw: tl.store(token_ids + number, (chosen * TILE + within).to(tl.int64))",
 }

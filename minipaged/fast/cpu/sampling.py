@@ -124,6 +124,7 @@ def draw(
     uniforms: Tensor,
     *,
     depth: int,
+    allowed: Tensor | None = None,
 ) -> Tensor:
     """See `minipaged.fast.kernels`. `depth` is ignored: thresholds are found without sorting the row."""
     token_ids = np.empty(len(uniforms), dtype=np.int64)
@@ -137,6 +138,7 @@ def draw(
         shares.numpy(),
         distributions.numpy(),
         uniforms.numpy(),
+        np.zeros((len(rows), 0), np.int32) if allowed is None else allowed.numpy(),
         token_ids,
     )
     return torch.from_numpy(token_ids)
@@ -314,11 +316,11 @@ def _total_single(row, peak):
 
 
 @kernel(parallel=True, error_model="numpy")
-def _draw(logits, rows, peaks, temperatures, min_logprobs, top_ks, shares, distributions, uniforms, token_ids):
+def _draw(logits, rows, peaks, temperatures, min_logprobs, top_ks, shares, distributions, uniforms, allowed, token_ids):
     for i in prange(len(rows)):
         begin, end = _first_beyond(distributions, i - 1), _first_beyond(distributions, i)
         kept, cumulative = _distribution(
-            logits[rows[i]], peaks[i], temperatures[i], min_logprobs[i], top_ks[i], shares[i]
+            logits[rows[i]], peaks[i], temperatures[i], min_logprobs[i], top_ks[i], shares[i], allowed[i]
         )
         for j in range(begin, end):
             fell_on = _first_beyond(cumulative, uniforms[j] * cumulative[-1])
@@ -339,16 +341,20 @@ def _first_beyond(rising, x):
 
 
 @inner(error_model="numpy")
-def _distribution(row, peak, temperature, threshold, top_k, share):
-    """Return the tokens that the filters keep, by rising id, and the cumulative sum of their weights."""
+def _distribution(row, peak, temperature, threshold, top_k, share, words):
+    """Return the tokens that the filters keep, by rising id, and the cumulative sum of their weights. `words`: the bits
+    of the tokens that a grammar allows; none if it allows all."""
     scaled = np.empty(len(row))  # [vocab], 0 for the likeliest token
     token_ids = np.empty(len(row), np.int64)
-    for token in range(len(row)):
-        scaled[token] = (row[token] - peak) / temperature
-        token_ids[token] = token
-    if 0 < top_k < len(row):
-        threshold = max(threshold, _largest_but(top_k, scaled))
-    kept = len(row)
+    if len(words):
+        kept = _scale_allowed(row, peak, temperature, words, scaled, token_ids)
+    else:
+        kept = len(row)
+        for token in range(len(row)):
+            scaled[token] = (row[token] - peak) / temperature
+            token_ids[token] = token
+    if 0 < top_k < kept:
+        threshold = max(threshold, _largest_but(top_k, scaled[:kept]))
     if threshold > -np.inf:
         kept = _keep(scaled, token_ids, kept, threshold)
     if share > 0:
@@ -360,6 +366,23 @@ def _distribution(row, peak, temperature, threshold, top_k, share):
         cumulative += weights[i]
         weights[i] = cumulative
     return token_ids[:kept], weights
+
+
+@inner(error_model="numpy")
+def _scale_allowed(row, peak, temperature, words, scaled, token_ids):
+    """Write the allowed tokens and their scaled logits to the front, and return their number. A word whose tokens are
+    all forbidden is skipped. With none left, the first place holds a token that is refused later."""
+    scaled[0], token_ids[0], kept = 0.0, 0, 0
+    for word in range(len(words)):
+        bits = words[word]
+        if bits == 0:
+            continue
+        for token in range(word << 5, min((word + 1) << 5, len(row))):
+            if (bits >> (token & 31)) & 1:
+                scaled[kept] = (row[token] - peak) / temperature
+                token_ids[kept] = token
+                kept += 1
+    return kept
 
 
 @inner(error_model="numpy")

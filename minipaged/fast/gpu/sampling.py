@@ -2,8 +2,8 @@
 
     argmax_logsumexp    greedy decoding: the likeliest token of each row, and the terms of its log-probability
     likeliest_allowed   the same, with the likeliest of the tokens that a grammar allows
-    allowed_only        a row of which a grammar leaves some tokens, for the other filters
-    draw                a token by temperature, with or without `min_p`
+    allowed_only        a row of which a grammar leaves some tokens, for penalties, `top_k` and `top_p`
+    draw                a token by temperature, with or without `min_p` and a grammar
 
 `top_k` and `top_p` need the logits in order, and use torch's operations over all rows (`draw_ordered`). Drawing without
 them could use those operations too, but that takes some 17 passes over float64 copies of the logits. The kernels read
@@ -205,12 +205,13 @@ def draw(
     uniforms: Tensor,
     *,
     depth: int,
+    allowed: Tensor | None = None,
 ) -> Tensor:
     """See `minipaged.fast.kernels`. Distributions may come in any order."""
     given = (logits, rows, peaks, temperatures, min_logprobs)
     if depth == 0:
-        return _draw_unordered(*given, distributions, uniforms)
-    return draw_ordered(*given, top_ks, shares, distributions, uniforms, depth=depth)
+        return _draw_unordered(*given, distributions, uniforms, allowed)
+    return draw_ordered(*given, top_ks, shares, distributions, uniforms, depth=depth, allowed=allowed)
 
 
 def _draw_unordered(
@@ -221,17 +222,19 @@ def _draw_unordered(
     min_logprobs: Tensor,
     distributions: Tensor,
     uniforms: Tensor,
+    allowed: Tensor | None,
 ) -> Tensor:
     vocab = logits.shape[1]
     tiles = triton.cdiv(vocab, DRAW_TILE)
-    given = (logits, rows, peaks, temperatures, min_logprobs)
+    given = (logits, rows, peaks, temperatures, min_logprobs, allowed)
+    strides = (logits.stride(0), 0 if allowed is None else allowed.stride(0))
     totals = torch.empty(len(rows), tiles, dtype=torch.float64, device=logits.device)
     _tile_totals[len(rows), tiles](
-        *given, totals, logits.stride(0), VOCAB=vocab, TILE=DRAW_TILE, num_warps=4, enable_fp_fusion=False
+        *given, totals, *strides, VOCAB=vocab, TILE=DRAW_TILE, num_warps=4, enable_fp_fusion=False
     )
     token_ids = torch.empty(len(distributions), dtype=torch.int64, device=logits.device)
     _draw[(len(distributions),)](
-        *given, totals, distributions, uniforms, token_ids, logits.stride(0), VOCAB=vocab, TILE=DRAW_TILE,
+        *given, totals, distributions, uniforms, token_ids, *strides, VOCAB=vocab, TILE=DRAW_TILE,
         TILES=tiles, WIDTH=triton.next_power_of_2(tiles), num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return token_ids
@@ -249,10 +252,13 @@ def draw_ordered(
     uniforms: Tensor,
     *,
     depth: int,
+    allowed: Tensor | None = None,
 ) -> Tensor:
     """`draw` with torch's operations, each over all distributions. `depth` may be 0 here, too."""
     vocab = logits.shape[1]
     scaled = (logits[rows].double() - peaks[:, None]) / temperatures[:, None]  # [n, vocab], 0 for the likeliest
+    if allowed is not None:
+        allowed_only(scaled, allowed)
     threshold = min_logprobs[:, None]  # [n, 1]
     if depth > 0:
         falling = scaled.topk(depth).values  # [n, depth]
@@ -277,34 +283,41 @@ def draw_ordered(
 # The numbers of a batch are pieces of one buffer, at addresses that change from step to step (see `kv_cache.py`).
 @triton.jit(do_not_specialize=["rows", "peaks", "temperatures", "min_logprobs"])
 def _tile_totals(
-    logits, rows, peaks, temperatures, min_logprobs, totals, logits_stride, VOCAB: tl.constexpr, TILE: tl.constexpr
-):
+    logits, rows, peaks, temperatures, min_logprobs, allowed, totals, logits_stride, allowed_stride,
+    VOCAB: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """One program per (distribution, tile) sums the tile's weights."""
     i = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
-    weight = _weights(i, tile, logits, rows, peaks, temperatures, min_logprobs, logits_stride, VOCAB, TILE)
+    weight = _weights(
+        i, tile, logits, rows, peaks, temperatures, min_logprobs, allowed, logits_stride, allowed_stride, VOCAB, TILE
+    )
     tl.store(totals + i * tl.num_programs(1) + tile, tl.sum(weight, axis=0))
 
 
 @triton.jit
 def _weights(
-    i, tile, logits, rows, peaks, temperatures, min_logprobs, logits_stride, VOCAB: tl.constexpr, TILE: tl.constexpr
-):
+    i, tile, logits, rows, peaks, temperatures, min_logprobs, allowed, logits_stride, allowed_stride,
+    VOCAB: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Return the weights [TILE] of a tile's tokens, relative to the likeliest token's 1; 0 for tokens cut off or past
     the end."""
     token = tile * TILE + tl.arange(0, TILE)  # [TILE]
     row = logits + tl.load(rows + i) * logits_stride
     x = tl.load(row + token, mask=token < VOCAB, other=-float("inf")).to(tl.float64)
     scaled = (x - tl.load(peaks + i)) / tl.load(temperatures + i)
-    return tl.where((token < VOCAB) & (scaled >= tl.load(min_logprobs + i)), tl.exp(scaled), 0.0)
+    kept = (token < VOCAB) & (scaled >= tl.load(min_logprobs + i))
+    if allowed is not None:
+        kept = kept & _is_allowed(allowed + i * allowed_stride, tile, VOCAB, TILE)
+    return tl.where(kept, tl.exp(scaled), 0.0)
 
 
 @triton.jit(
     do_not_specialize=["rows", "peaks", "temperatures", "min_logprobs", "distributions", "uniforms"],
 )
 def _draw(
-    logits, rows, peaks, temperatures, min_logprobs, totals, distributions, uniforms, token_ids, logits_stride,
-    VOCAB: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
+    logits, rows, peaks, temperatures, min_logprobs, allowed, totals, distributions, uniforms, token_ids,
+    logits_stride, allowed_stride, VOCAB: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One program per draw finds the tile in which the cumulative weight exceeds the target, then the token within
     it."""
@@ -316,7 +329,9 @@ def _draw(
     target = tl.load(uniforms + number) * tl.max(reached, axis=0)
     chosen = _first_beyond(reached, total, target, tile)
     before = tl.max(tl.where(tile < chosen, reached, 0.0), axis=0)
-    weight = _weights(i, chosen, logits, rows, peaks, temperatures, min_logprobs, logits_stride, VOCAB, TILE)
+    weight = _weights(
+        i, chosen, logits, rows, peaks, temperatures, min_logprobs, allowed, logits_stride, allowed_stride, VOCAB, TILE
+    )
     within = _first_beyond(before + tl.cumsum(weight, axis=0), weight, target, tl.arange(0, TILE))
     tl.store(token_ids + number, (chosen * TILE + within).to(tl.int64))
 

@@ -98,7 +98,9 @@ class GrammarCompiler:
 
     @cached_property
     def _limits(self) -> LLParserLimits:
-        limits: LLParserLimits = self._library.LLParserLimits(max_lexer_states=MOST_LEXER_STATES, verbose_errors=False)
+        limits: LLParserLimits = self._library.LLParserLimits(
+            max_lexer_states=MOST_LEXER_STATES, max_items_in_row=MOST_ALTERNATIVES, verbose_errors=False
+        )
         return limits
 
     @cached_property
@@ -113,6 +115,8 @@ class GrammarCompiler:
 
 MOST_LEXER_STATES = 50_000
 """The number of states in which the lexer of one sequence may be, at about 2 kB each."""
+MOST_ALTERNATIVES = 8_000
+"""The number of rules that may be in progress at the same place. An object takes four for each optional property."""
 
 
 class CompiledGrammar:

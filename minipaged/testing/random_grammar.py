@@ -42,7 +42,7 @@ class RandomState:
         return row.to_bytes((self._grammar.vocab_size + 31) // 32 * 4, "little")
 
     def consume(self, token_id: int) -> bool:
-        if token_id not in self.allowed:
+        if token_id not in self.allowed - self._final:
             raise RequestFailed(f"token {token_id} is none of the allowed ones, {self.allowed}")
         self.__init__(self._grammar, self._final, (*self._output, token_id))  # type: ignore[misc]
         return self.is_complete

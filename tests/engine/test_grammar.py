@@ -19,7 +19,7 @@ from minipaged.params import EngineConfig, SamplingParams, StructuredOutputsPara
 from minipaged.steps import StepInput
 from minipaged.testing.content_runner import ContentRunner
 from minipaged.testing.random_grammar import RandomGrammar, RandomState
-from tests.effort import scaled, seeds
+from tests.effort import scaled, seeds, thorough
 from tests.workloads import REFERENCE, TIERS, Workload, WorkloadRequest, WorkloadRun, structured
 
 CONFIG = EngineConfig(num_blocks=40, block_size=4, max_model_len=64, vocab_size=20, eos_token_ids=(2,), debug=True)
@@ -35,7 +35,7 @@ def run_structured(seed: int, tier: str) -> WorkloadRun:
 
 
 @scaled
-@pytest.mark.parametrize("seeds", seeds(2000, 50, least=20), ids=str)
+@pytest.mark.parametrize("seeds", seeds(200, 10), ids=str)
 @pytest.mark.parametrize("tier", TIERS)
 def test_outputs_follow_their_grammars_in_random_workloads(tier: str, seeds: range) -> None:
     """Each output is that of a request served alone, chosen by the reference: with preemption, forks, cancelling,
@@ -48,9 +48,16 @@ def test_outputs_follow_their_grammars_in_random_workloads(tier: str, seeds: ran
             raise
 
 
+@thorough
+@scaled
+@pytest.mark.parametrize("seeds", seeds(4000, 100, tried=False), ids=str)
+def test_outputs_follow_their_grammars_in_many_random_workloads(seeds: range) -> None:
+    test_outputs_follow_their_grammars_in_random_workloads("reference", seeds)
+
+
 def test_everything_happens_to_sequences_with_a_grammar() -> None:
     happened: Counter[str] = Counter()
-    for seed in range(100):
+    for seed in range(70):
         run = run_structured(seed, "reference")
         happened += run.happened
         happened.update(

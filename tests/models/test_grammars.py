@@ -351,6 +351,15 @@ def test_a_form_that_explodes_is_refused_soon_or_followed(compiler: GrammarCompi
     assert slowest < 0.5
 
 
+def test_a_large_schema_of_optional_properties_is_followed(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "boolean"} for i in range(1000)}}
+    state = compiler.compile(StructuredOutputsParams(json=schema, disable_any_whitespace=True)).begin({END})
+    for token in tokenizer.encode('{"p3":true,"p700":false}', add_special_tokens=False):
+        assert token in allowed(state)
+        state.consume(token)
+    assert allowed(state) == [END]
+
+
 # --- What is kept ---------------------------------------------------------------------------------
 
 

@@ -64,6 +64,8 @@ def test_a_crowded_engine(tmp_path: Path, tensor: int, pipeline: int, settings: 
 
     runner = ShardsInOneProcess(folder, "float32", apart.config)
     tokenizer = apart.need_tokenizer()
-    together = Engine(apart.config, apart.loaded.tier, runner, decode=tokenizer.decode, encode=tokenizer.encode)
+    assert apart.grammars is not None
+    words = {"decode": tokenizer.decode, "encode": tokenizer.encode, "compile_grammar": apart.grammars.compile}
+    together = Engine(apart.config, apart.loaded.tier, runner, **words)
     again = run(cast("LLM", SimpleNamespace(engine=together)), jobs, arrivals=[i // 2 for i in range(len(jobs))])
     assert told(outputs) == told(again)

@@ -56,12 +56,10 @@ class Engine:
     - `memory`, `policy`: make the block manager and the scheduling policy (`scheduling.py`).
     - `decode`, `encode`: turn token ids into text, and text into token ids, called like the methods of a `Tokenizer`.
       Stop strings and the text of outputs need `decode`, bad words `encode`, structured outputs `compile_grammar`.
-    - `listeners` receive every event, in order, after the step (or call) that caused it, and may call the engine's
-      methods. If one raises, all listeners still receive all events. Then the call fails with that error; its effects
-      remain.
+    - `listeners` receive every event, in order, after the step (or call) that caused it, and may call the engine. If
+      one raises, all still receive all events. Then the call fails with that error; its effects remain.
     - `clock`: returns the time in seconds, for all times that the engine reports. A simulation has its own clock.
-    - `steady`: whether steps in which every sequence only decodes may take the short way of `steady.py`. The results
-      are the same.
+    - `steady`: whether steps in which all sequences decode may take the short way (`steady.py`), with equal results.
     - `drafts`: guesses tokens, which steps verify (`drafts.py`). Not with windows or asynchronous scheduling yet.
     """
 
@@ -99,15 +97,13 @@ class Engine:
                 "all layers; leave out the memory of your own"
             )
         self.scheduler = Scheduler(config, self.blocks, runner, self._emit, policy, writers)
-        sequence_ids = count()
+        ids = count()  # of sequences
         self._arrivals = Arrivals(
-            *(config, tier.beam_search, self.scheduler, self.blocks, sequence_ids),
+            *(config, tier.beam_search, self.scheduler, self.blocks, ids),
             *(decode, encode, clock, self.stats, compile_grammar),
         )
         self._launcher = Launcher(config, self.scheduler, self.blocks, writers, runner, self._emit, clock)
-        self._committer = Committer(
-            self._requests, self.scheduler, self.blocks, writers, sequence_ids, self._emit, clock
-        )
+        self._committer = Committer(self._requests, self.scheduler, self.blocks, writers, ids, self._emit, clock)
         self._writers = writers
         self._steady = (
             Steady(self._launcher, self._committer, self.scheduler, self.blocks, writers, self._emit)

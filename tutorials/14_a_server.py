@@ -12,11 +12,12 @@
 # %% [markdown]
 # **What you will understand.** What it takes to let many people use one engine at once: why it gets a thread of its own
 # beside an event loop, how words get to each reader while they are generated, what becomes of a reader who is slow, or
-# goes away, what is said to those who are too many, and by which figures one tells how good a service is. In the paper
-# the server is two sentences of section 5; the measuring is section 6.1.
+# goes away, what is said to those who are too many, and by which figures one tells how good a service is. Last, how an
+# output is held to the form that a client asks for, such as JSON. In the paper the server is two sentences of section
+# 5; the measuring is section 6.1. Forms are not in it.
 #
 # All of it happens in this process, without a network, so that one sees what a web server and an application say to
-# each other. It needs the extra `serve`: `pip install -e '.[serve]'`.
+# each other. It needs the extra `serve`, which includes `structured`: `pip install -e '.[serve]'`.
 #
 # ## Two loops that do not fit
 #
@@ -721,6 +722,173 @@ assert half[0] < 0.6 * opened[28][0]
 # `python -m benchmarks.serve` puts such a load on any server with OpenAI's interface, and finds the knee
 # ([measuring a server](../docs/measuring.md)).
 #
+# ## A form is a machine
+#
+# Programs ask a server, too, and a program wants an answer that it can read: one word of a list, or a JSON object. The
+# API calls this *structured output*. A model that is asked for JSON often writes something else. So the engine forbids
+# every token that would break the form.
+#
+# A form is a *state machine*. It reads the output one character at a time, and each state says which characters may
+# come next. This one reads objects such as `{"age":42,"size":7}`, without spaces:
+
+# %%
+import string
+
+import numpy as np
+
+END = ""  # the end token, which stands for no text
+OBJECT = [  # for each state: the characters that may come, and the state after each
+    {"{": 1},
+    {'"': 2},
+    dict.fromkeys(string.ascii_lowercase, 3),  # a name begins
+    dict.fromkeys(string.ascii_lowercase, 3) | {'"': 4},
+    {":": 5},
+    dict.fromkeys("123456789", 6),  # a number begins
+    dict.fromkeys(string.digits, 6) | {",": 1, "}": 7},
+    {},  # the object is complete
+]
+
+
+def step_on(form: list[dict[str, int]], state: int, text: str) -> int | None:
+    """The state after the text; None if the form does not allow it."""
+    for character in text:
+        if character not in form[state]:
+            return None
+        state = form[state][character]
+    return state
+
+
+def mask_of(form: list[dict[str, int]], state: int, tokens: list[str]) -> np.ndarray:
+    """Whether each token may come next [tokens]. The end may come where nothing else can."""
+    return np.array([step_on(form, state, token) is not None if token else not form[state] for token in tokens])
+
+
+# %% [markdown]
+# A model chooses tokens, and most tokens have several characters. A token is allowed if the machine can read all of its
+# characters, one after another. The answers for all tokens of the vocabulary are the *mask*: one bit for each token.
+#
+# **Predict.** The machine has read `{"age`. Which of the four tokens `"`, `":`, `":7` and `":}` may come next?
+#
+# - only the first: the next character is a quotation mark
+# - the first three
+# - all four: each begins with a quotation mark
+#
+# <details><summary>See</summary>
+#
+# **the first three** (`may_come == [True, True, True, False]`). A number has to follow the colon, so the machine stops
+# in the middle of the last token.
+#
+# </details>
+
+# %%
+may_come = mask_of(OBJECT, step_on(OBJECT, 0, '{"age'), ['"', '":', '":7', '":}']).tolist()
+print(may_come)
+assert may_come == [True, True, True, False]
+
+# %% [markdown]
+# Now the machine steps with the tokens. Before each token it gives the mask. The logit of each token whose bit is 0
+# becomes minus infinity, and the likeliest of the others is chosen. Then the machine reads the chosen token. The logits
+# here are random numbers: this "model" knows nothing of JSON, and its output is JSON all the same. Each column is a
+# step, and shows the state, the mask and the choice:
+
+# %%
+from minipaged.stepper.pictures import Cells
+
+TOKENS = ["{", '{"', "age", "size", '"', '":', '":7', '":}', ":", "42", ',"', "}", "Sure", END]
+random = np.random.default_rng(195)  # a seed that gives a short output with both names
+state, text, choice = 0, "", None
+states, columns = [], []
+while choice != END:
+    mask = mask_of(OBJECT, state, TOKENS)
+    choice = TOKENS[np.argmax(np.where(mask, random.standard_normal(len(TOKENS)), -np.inf))]
+    states.append((str(state), "cannot come"))
+    columns.append(["may come" if bit else "cannot come" for bit in mask])
+    columns[-1][TOKENS.index(choice)] = "chosen"
+    text, state = text + choice, step_on(OBJECT, state, choice)
+
+print(text)
+assert all(isinstance(value, int) for value in json.loads(text).values())
+
+names = [token or "end" for token in TOKENS]
+rows = [(name, [("", kind) for kind in row]) for name, row in zip(names, zip(*columns, strict=True), strict=True)]
+Cells([("state", states), *rows], {"chosen": "full", "may come": "dots", "cannot come": "empty"})
+
+# %% [markdown]
+# "Sure" is never allowed, and the end only when the object is complete.
+#
+# **Predict.** SmolLM2 has 49,152 tokens. The output must be "yes" or "no". How many tokens does the first mask allow?
+#
+# <details><summary>See</summary>
+#
+# **5 tokens** (`len(first)`, give or take 3). They are the beginnings of both words: a model may write "yes" in one
+# token, or in several.
+#
+# </details>
+
+# %%
+from minipaged import StructuredOutputsParams
+
+YES_OR_NO = [{"y": 1, "n": 3}, {"e": 2}, {"s": 4}, {"o": 4}, {}]
+vocabulary = [llm.tokenizer.token_bytes(token).decode("latin-1") for token in range(llm.model_config.vocab_size)]
+mask = mask_of(YES_OR_NO, 0, vocabulary)
+first = [vocabulary[token] for token in np.flatnonzero(mask)]
+print(f"{len(first)} of {len(mask):,} tokens: {first}; the mask has {np.packbits(mask).nbytes:,} bytes")
+
+yes_or_no = StructuredOutputsParams(choice=["yes", "no"])
+bits = llm.grammars.compile(yes_or_no).begin(llm.model_config.eos_token_ids).bits
+assert np.packbits(mask, bitorder="little").tobytes() == bits  # the engine's first mask is the same
+
+# %% [markdown]
+# Five tokens are left of 49,152, and the mask of the engine has the same bits. (Where only one text is left, the engine
+# allows fewer tokens: those in which the tokenizer writes this text, and no other split of it.)
+#
+# In the engine a library (llguidance) makes the machine. It computes a mask in about 40 microseconds, without a loop
+# over all tokens. The rest is as above: each sequence has a state, a step carries the masks, and sampling applies them.
+#
+# **Predict.** A JSON schema says which object the output must be. The model would write one of more than 8 tokens. What
+# comes with `max_tokens=8`?
+#
+# - a shorter object: the engine closes it in time
+# - the beginning of an object
+# - an error, and no text
+#
+# <details><summary>See</summary>
+#
+# **the beginning of an object** (`said[2].finish_reason == "length" and said[3].text.startswith(said[2].text)`). The
+# mask knows nothing of `max_tokens`. The finish reason "length" says that the output was cut off.
+#
+# </details>
+
+# %%
+properties = {"city": {"type": "string"}, "country": {"type": "string"}}
+city = StructuredOutputsParams(json={"type": "object", "properties": properties, "required": [*properties]})
+question, fact = "Is Paris a city? Answer:", "Paris is in France. As JSON: "
+asked = [(question, None, 8), (question, yes_or_no, 8), (fact, city, 8), (fact, city, 40)]
+
+params = [SamplingParams(temperature=0, max_tokens=most, structured_outputs=form) for _, form, most in asked]
+said = [output.outputs[0] for output in llm.generate([prompt for prompt, *_ in asked], params, use_tqdm=False)]
+for one in said:
+    print(f"{one.finish_reason:>6}: {one.text!r}")
+
+assert [one.finish_reason for one in said[1:]] == ["stop", "length", "stop"]
+assert said[0].text not in ("yes", "no")
+assert said[1].text == "no"
+assert json.loads(said[3].text).keys() == properties.keys()
+
+# %% [markdown]
+# Without a form, the model answers "Is Paris a city?" with a list. With the form it answers in one word, and the word
+# is wrong. A mask decides how an answer looks, not whether it is true.
+#
+# **Why the next step has to wait.** Look at the columns above: each mask depends on the token that was chosen in the
+# column before. With *asynchronous scheduling* an engine launches step k+1 before it knows the tokens of step k. They
+# stay on the device, where step k+1 reads them. But the machine runs on the host. It can give no mask for step k+1
+# before the token of step k has been fetched. So as long as a request with a form runs, each step is launched after
+# the one before has ended, and the device is idle in between. The requests without a form in the same batch wait, too.
+#
+# Blocks are not concerned. A state depends on the tokens of the output alone: a preempted sequence keeps its state, a
+# prefix found in the cache changes no mask, and a fork copies the state
+# ([structured output](../docs/concepts/structured.md)).
+#
 # ## Exercises
 #
 # 1. 28 requests a second come, and the machine can serve half of them. Save the goodput with a limit to the queue:
@@ -764,3 +932,16 @@ assert len(texts) <= 4
 assert "".join(texts) == ", the city of Nova Haven was a thriving metropolis, with"
 # The one that he read; one that was under way (in the queue); one that the server was just about to send, when `send`
 # made it wait. All that came later is one event.
+
+# %% [markdown]
+# 3. The machine `OBJECT` has 8 states, so all of its masks can be computed before the first request comes. Do it for
+#    SmolLM2's vocabulary. How many bytes are they? Why can this not be done for every JSON schema?
+
+# %% tags=["solution"]
+masks = np.array([mask_of(OBJECT, state, vocabulary) for state in range(len(OBJECT))])  # [states, tokens]
+table = np.packbits(masks, axis=1)
+print(f"{table.nbytes:,} bytes; allowed in each state: {masks.sum(axis=1).tolist()}")
+
+assert table.nbytes == len(OBJECT) * 6_144
+# JSON nests: a reader has to remember which brackets are open, and there is no limit to their number. So there is no
+# limit to the states, and a library computes the mask of a state when it is reached.

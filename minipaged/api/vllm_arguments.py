@@ -29,7 +29,7 @@ class NotHere:
 
 _NO_LORA = "merge the adapter into the weights, and load those"
 _NO_IMAGES = "models here read and write text only; leave it out"
-_NO_SPECULATION = "there is no speculative decoding; leave it out"
+_NO_SPECULATION = "no setting asks for speculative decoding yet; leave it out"
 _NO_REVISIONS = "a hub id means its newest revision; download the one you want, and give its folder as model"
 _GRAPHS = "the device decides whether CUDA graphs are used, and there is no switch; leave it out"
 
@@ -77,7 +77,7 @@ LLM_ARGUMENTS: dict[str, NotHere] = {
     "limit_mm_per_prompt": NotHere(_NO_IMAGES),
     "mm_processor_kwargs": NotHere(_NO_IMAGES),
     "logits_processors": NotHere("functions that change logits are not supported; SamplingParams has other ways"),
-    "structured_outputs_config": NotHere("llguidance checks all structured outputs, without settings; leave it out"),
+    "structured_outputs_config": NotHere("llguidance computes all masks, and has no settings here; leave it out"),
     "disable_log_stats": NotHere("nothing is logged during a run; call LLM.stats()", (True,)),
 }
 """Arguments of vLLM's `LLM`."""

@@ -1,5 +1,5 @@
-"""Grammars as the engine uses them: each sequence of a request with `structured_outputs` has a state, which says which
-tokens may come next.
+"""Grammars as the engine uses them: each sequence of a request with `structured_outputs` has a state
+(`sequence.SequenceGrammar`), whose bits say which tokens may come next.
 
     arrive: compile ──► Grammar.begin ──► state of the first sequence; its bits go into the prompt's step
     commit: the chosen token ──► consume ──► the bits for the next token
@@ -7,11 +7,11 @@ tokens may come next.
 
 - A state depends on the output's tokens alone. So it stays as it is when its sequence is preempted, swapped or computed
   again, and a prefix found in the cache makes no difference.
-- It needs every token of the output. So with asynchronous scheduling the next step waits for the tokens of the one
-  before, as it does for penalties (`Sampling.needs_tokens`).
+- The state needs every token of the output. So with asynchronous scheduling the next step waits for the tokens of the
+  one before, as it does for penalties (`Sampling.needs_tokens`).
 - A fork copies the state.
 
-`models/grammars.py` has the grammars of real models. Tests have simpler ones.
+`models/grammars.py` has the grammars for real models. Tests use simpler ones.
 """
 
 from __future__ import annotations

@@ -6,8 +6,10 @@ tokenizer's.
 
 - llguidance gets the bytes of each token from the model's own tokenizer (`Tokenizer.token_bytes`), so that the text
   that it follows is the text that the client gets. A special token never occurs in a text.
-- It gets one end token, a number just beyond the vocabulary. Wherever this one is allowed, those of the request are.
-- Compiling and every later step have limits, so that a hostile schema costs milliseconds and not the engine.
+- llguidance gets one end token, whose id is just beyond the vocabulary. Wherever it is allowed, the end tokens of the
+  request are allowed.
+- Compiling, and following a grammar by each token, have limits: a hostile schema mostly costs milliseconds, at worst
+  seconds of one thread, and never the engine.
 """
 
 from __future__ import annotations
@@ -31,15 +33,15 @@ if TYPE_CHECKING:
 MOST_KEPT = 128
 """The number of compiled grammars that are kept for later requests."""
 MOST_CHARACTERS_KEPT = 2**22
-"""The length of their forms together, in characters."""
+"""The most characters that the forms of the kept grammars have together."""
 MOST_CHARACTERS_TOLD = 500
 """The longest explanation of the library that is passed on, in characters."""
 
 
 class GrammarCompiler:
-    """Compiles the grammars of one model, and keeps those that were used last. Threads may share it.
+    """Compiles grammars for one model, and keeps those that were used last. Threads may share it.
 
-    `end_token_ids`: the model's end tokens. Raises InvalidRequest if llguidance is not installed.
+    `end_token_ids`: the model's end tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_token_ids: Collection[int]) -> None:
@@ -52,7 +54,8 @@ class GrammarCompiler:
         self._used: WeakValueDictionary[StructuredOutputsParams, CompiledGrammar] = WeakValueDictionary()
 
     def compile(self, form: StructuredOutputsParams) -> CompiledGrammar:
-        """Return the compiled grammar. Raises InvalidRequest, with the library's words, if it cannot do this form."""
+        """Return the compiled grammar. Raises InvalidRequest, with the library's explanation, if the library cannot
+        compile this form, and if llguidance is not installed."""
         return self.compiled(form) or self._keep(form, _on_a_large_stack(partial(self._compile, form)))
 
     def compiled(self, form: StructuredOutputsParams) -> CompiledGrammar | None:
@@ -114,9 +117,9 @@ class GrammarCompiler:
 
 
 MOST_LEXER_STATES = 50_000
-"""The number of states in which the lexer of one sequence may be, at about 2 kB each."""
+"""The most states of the lexer of one sequence, at about 2 kB each."""
 MOST_ALTERNATIVES = 8_000
-"""The number of rules that may be in progress at the same place. An object takes four for each optional property."""
+"""The most rules in progress at one place of an output. An object takes four for each optional property."""
 
 
 class CompiledGrammar:
@@ -130,8 +133,8 @@ class CompiledGrammar:
         self._special = special_token_ids
 
     def begin(self, final_token_ids: Collection[int]) -> GrammarState:
-        """Return the state of an empty output. Of `final_token_ids` those that stand for no text may end the output
-        wherever the grammar may end."""
+        """Return the state of an empty output. The special tokens among `final_token_ids` may end the output wherever
+        the grammar may end."""
         ends = sum(1 << token for token in final_token_ids if token in self._special)
         return GrammarState(self._matcher.deep_copy(), self._first, self._vocab_size, ends)
 
@@ -197,7 +200,7 @@ def _on_a_large_stack(call: Callable[[], CompiledGrammar]) -> CompiledGrammar:
 
 
 def _as_lark(library: Any, form: StructuredOutputsParams) -> str:
-    """The form in the library's own notation. Raises ValueError."""
+    """Return the form in the library's own notation. Raises ValueError."""
     if form.json is not None or form.json_object:
         spaces: dict[str, Any] = {"whitespace_flexible": not form.disable_any_whitespace}
         if form.whitespace_pattern is not None:
@@ -219,7 +222,7 @@ def _plain(error: str) -> str:
 
 
 class _Vocabulary:
-    """The tokens of a model, as llguidance asks for them. An id without a token stands for no bytes, and is never
+    """The tokens of a model, in the form that llguidance expects. An id without a token has no bytes, and is never
     allowed."""
 
     is_tokenizer_wrapper = True

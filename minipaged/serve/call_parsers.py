@@ -11,12 +11,12 @@ A model that knows tools writes a call as text. The families that run here write
 
 `CallReader` has one grammar for all of them: an optional marker, then one object or several, in a list or not. It reads
 a stream piece by piece; a whole answer is a stream of one piece, so both give the same. Text that could still become a
-call is held back. If it does not become one, it is content. A call is given out as soon as its name is known and its
-arguments begin, and is never taken back. The work is linear in the length of the text: each character is looked at a
-bounded number of times, however the pieces are cut.
+call is held back. If it does not become one, it is *content*, as all other text is. A call is given out as soon as its
+name is known and its arguments begin, and is never taken back. The work is linear in the length of the text: each
+character is looked at a bounded number of times, however the pieces are cut.
 
-Some tokenizers have markers as special tokens, which are not shown in the text. A lone surrogate, which no text
-contains, then stands for the marker (`CallFamily.stand_ins`). It never reaches the client.
+Some tokenizers have markers as special tokens, which the text does not show. The marker is then represented in the text
+by a lone surrogate, which no text contains otherwise (`CallFamily.stand_ins`). It never reaches the client.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ BESIDE = ("type", "id", "index")
 """Keys that some models write before the arguments, and that have no meaning here."""
 
 Steps = Generator[None, None, bool]
-"""A part of the reading. It yields when it needs more text, and returns whether it found what it looked for."""
+"""A generator that reads a part of the answer: it yields when it needs more text, and returns whether it found its
+part."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,8 @@ LIST = CallFamily(None, begins_bare=True)
 
 
 def family_name(template: str, added_tokens: Collection[str]) -> ParserName:
-    """Return the name of the family to which a model belongs, by its chat template and its added tokens. A model that
-    shows no other signs is read as `hermes`."""
+    """Return the name of the family whose opener is in a model's chat template, or else among its tokenizer's added
+    tokens. A model without any opener in them is read as `hermes`."""
     for signs in (template, added_tokens):
         for name, family in FAMILIES.items():
             if family.openers[0] in signs:
@@ -181,7 +182,8 @@ class CallReader:
         return True
 
     def _content(self) -> Steps:
-        """Read up to the end of the next marker. White space before it belongs to it."""
+        """Read content up to the end of the next opener, and return whether there is one. White space before an opener
+        belongs to it."""
         while (yield from self._more()):
             text, begin = self._text, self._at
             if self._opener and (found := self._opener.search(text, begin)):
@@ -207,8 +209,7 @@ class CallReader:
         return 0
 
     def _calls(self, after_marker: bool) -> Steps:
-        """Read calls. Whatever is read that belongs to no call becomes content, or is dropped if it only separates
-        calls."""
+        """Read calls. Text that belongs to no call becomes content, or is dropped if it only separates calls."""
         is_list = yield from self._begins_list()
         found = yield from self._call(
             any_name=after_marker, needs_arguments=not after_marker, after_marker=after_marker
@@ -455,12 +456,12 @@ class CallReader:
             self._pieces.append(CallPiece(self.num_calls - 1, None, shown))
 
     def _release(self) -> None:
-        """Add to the content what was held."""
+        """Make the held text content."""
         self._add("".join(self._held))
         self._held.clear()
 
     def _add(self, text: str) -> None:
-        """Add to the content. White space at its end waits, because it may come before a call."""
+        """Add text to the content. White space at the text's end waits, because it may come before a call."""
         if told := text.rstrip():
             self._space.append(told)
             self._give("".join(self._space))

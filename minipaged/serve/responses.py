@@ -1,11 +1,11 @@
 """The answer to POST /v1/responses: a list of items (messages and tool calls), whole or as a stream of events.
 
 A stream has OpenAI's events in OpenAI's order. `response.created` and `response.in_progress` come first. Then each item
-is added, grows by deltas, and is done; a message has one part, which is added and done within it. The last event is
-`response.completed`, `response.incomplete` (`max_output_tokens` was reached) or `response.failed`, and has the whole
-response. Every event has the next `sequence_number`. A whole answer is the items of such a stream.
+is added, grows by deltas, and is done; a message has one content part, which is added and done within it. The last
+event is `response.completed`, `response.incomplete` (`max_output_tokens` was reached) or `response.failed`, and has the
+whole response. Every event has the next `sequence_number`. A whole answer is the items of such a stream.
 
-Parts that come several times, such as log-probabilities, are encoded once.
+Log-probabilities, and the fields of the request that a response repeats, are in several events. They are encoded once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Status = Literal["completed", "incomplete"]
 
 
 class Items:
-    """The output items of a response, which grow. Each method returns the events that tell of the change."""
+    """The output items of a response, which grow. `add` and `close` yield the events that report the change."""
 
     def __init__(self, calls: ChoiceCalls | None) -> None:
         self.all: list[Json] = []
@@ -45,7 +45,7 @@ class Items:
         self._new_logprobs: list[bytes] = []  # those of tokens whose text has not come yet
 
     def add(self, text: str, token_ids: Sequence[int], is_last: bool, logprobs: Sequence[bytes] = ()) -> Iterator[Json]:
-        """Add new text. `logprobs`: those of the new tokens, encoded."""
+        """Add new text. `logprobs`: the log-probabilities of the new tokens, each encoded."""
         self._new_logprobs += logprobs
         pieces = self._calls.read(text, token_ids, is_last) if self._calls else [text] if text else []
         for piece in pieces:
@@ -130,7 +130,7 @@ class ResponseAnswer:
     tokens: Tokens
     params: SamplingParams | BeamSearchParams
     call_source: CallSource | None = None
-    """Makes the reader of tool calls; None if the answer is to have none."""
+    """Makes the reader of tool calls; None if the model may call no tools."""
     created: int = field(default_factory=lambda: int(time.time()))
     _num_events: int = 0
     _num_generated: int = 0
@@ -166,7 +166,7 @@ class ResponseAnswer:
         )
 
     def num_written(self, update: RequestUpdate) -> int:
-        """Return the number of tokens that `pieces` reports one by one. Behind a slow reader they are many."""
+        """Return the number of tokens that `pieces` reports one by one: many if the client reads slowly."""
         return 0 if self.body.reported is None else sum(len(new.new_token_ids) for new in update.completions)
 
     @property
@@ -209,8 +209,8 @@ class ResponseAnswer:
     def _spread(
         self, text: str, token_ids: Sequence[int], logprobs: Logprobs | None
     ) -> Iterable[tuple[str, Sequence[int], Logprobs | None]]:
-        """Return the parts of a whole text with their tokens. Where log-probabilities are told beside calls, there is a
-        part for each token, because those of calls are left out."""
+        """Return the parts of a whole text with their tokens. If log-probabilities are reported and there may be calls,
+        each token is a part, because calls are reported without log-probabilities."""
         if logprobs is None or not self.call_source:
             return [(text, token_ids, logprobs)]
         places = [*Places(self.tokens, self.prompt).of(token_ids), len(text)]
@@ -293,11 +293,11 @@ class ResponseAnswer:
 
 
 def _listed(encoded: Sequence[bytes]) -> Any:
-    """Return a list of values that are encoded already, as a value to encode."""
+    """Return an object that msgspec encodes as the list of these values, which are encoded already."""
     return msgspec.Raw(b"[" + b",".join(encoded) + b"]")
 
 
 def _run(events: Iterator[Json]) -> None:
-    """Let the items grow, without their events."""
+    """Run through the events, which makes the items grow, and drop them."""
     for _ in events:
         pass

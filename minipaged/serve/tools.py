@@ -1,7 +1,7 @@
-"""The tools of a request: what it may call, whether it must, and the calls in its answer.
+"""The tools of a request: which functions the model may call, whether it must call one, and the calls in its answer.
 
-A template describes the tools to the model; `call_parsers.py` finds the calls in what the model writes. Where a request
-must call a tool, its answer is held to a JSON schema made here, which has the tools' own schemas in it.
+A template describes the tools to the model; `call_parsers.py` finds the calls in the text that the model writes. Where
+the model must call a tool, its answer is held to a JSON schema made here, which includes the tools' own schemas.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST_BYTES = 2**18
 """The largest size of all tools of a request, as JSON. A template writes all of it into the prompt."""
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 BESIDE_SCHEMAS = {"const", "default", "enum", "examples"}
-"""Keys of a JSON schema that hold data in which nothing is a reference."""
+"""Keys of a JSON schema whose values are data: a `$ref` in them is no reference."""
 MISTRAL_ID_LENGTH = 9
 """Mistral's templates accept only ids of this length, of letters and digits."""
 
@@ -88,9 +88,9 @@ class Tools:
 def tools_of(
     tools: Sequence[Json] | None, choice: str | Json | None, parallel: bool | None, *, flat: bool = False
 ) -> Tools | None:
-    """Return the tools of a request, by its fields `tools`, `tool_choice` and `parallel_tool_calls`. None: the model is
-    to call none, and does not learn of any. `flat`: a tool has its name beside its type, as in /v1/responses, and not
-    in an object `function`, as in a chat. Raises InvalidRequest."""
+    """Return the tools of a request, by its fields `tools`, `tool_choice` and `parallel_tool_calls`; None if the model
+    may call none, and is not to see any. `flat`: a tool has its name beside its type, as in /v1/responses, and not in
+    an object `function`, as in a chat. Raises InvalidRequest."""
     functions = _functions(tools or (), flat)
     forced = _forced(choice, [tool["function"]["name"] for tool in functions], flat)
     if not functions or choice == "none":
@@ -231,7 +231,8 @@ class ChoiceCalls:
         return pieces + self._reader.finish() if is_last else pieces
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """Return the finish reason of the choice, by that of its text. A call that was cut is no reason to call."""
+        """Return the finish reason of the choice: `tool_calls` if its text has stopped and its last call is whole, else
+        that of its text (`reason`)."""
         has_calls = self._reader.num_calls and not self._reader.is_cut
         return "tool_calls" if reason == "stop" and has_calls else reason
 
@@ -249,8 +250,8 @@ class ChoiceCalls:
         return self._ids[call]
 
     def _with_markers(self, text: str, token_ids: Sequence[int]) -> str:
-        """Put a character for each hidden marker into the text where its token stands. Text may be held back, so that
-        a marker comes before its place; then it waits."""
+        """Put the character for each hidden marker into the text where the marker's token stands. Text may come later
+        than its tokens. A marker then waits until the text has reached its place."""
         if self._places is None:
             return text
         for token_id, place in zip(token_ids, self._places(token_ids), strict=True):

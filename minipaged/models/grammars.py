@@ -8,32 +8,38 @@ tokenizer's.
   that it follows is the text that the client gets. A special token never occurs in a text.
 - llguidance gets one end token, whose id is just beyond the vocabulary. Wherever it is allowed, the end tokens of the
   request are allowed.
-- Compiling, and following a grammar by each token, have limits: a hostile schema mostly costs milliseconds, at worst
-  seconds of one thread, and never the engine.
+- Compiling, and following a grammar by each token, have limits. The library lacks some of them, so a form that could be
+  hostile is compiled in another process first (`grammar_trial.py`).
 """
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from functools import cached_property, partial
 from threading import Lock, Thread, stack_size
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
 from minipaged.errors import InvalidRequest, RequestFailed
+from minipaged.models import grammar_trial
 from minipaged.models.tokenizer import Tokenizer
 from minipaged.params import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+Made = TypeVar("Made")
 MOST_KEPT = 128
 """The number of compiled grammars that are kept for later requests."""
-MOST_CHARACTERS_KEPT = 2**22
-"""The most characters that the forms of the kept grammars have together."""
+MOST_BYTES_KEPT = 2**29
+"""The memory of these, as it was measured when a form was tried, and at least BYTES_A_CHARACTER of each form."""
+BYTES_A_CHARACTER = 128
 MOST_CHARACTERS_TOLD = 500
 """The longest explanation of the library that is passed on, in characters."""
 
@@ -49,14 +55,23 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._special = {token for token in (*tokenizer.special_token_ids, *end_token_ids) if token < vocab_size}
         self._lock = Lock()
-        self._kept: OrderedDict[StructuredOutputsParams, CompiledGrammar] = OrderedDict()
-        self._num_characters = 0  # of the forms in `_kept`
+        self._kept: OrderedDict[StructuredOutputsParams, tuple[CompiledGrammar, int]] = OrderedDict()  # with its bytes
+        self._num_bytes = 0  # of all in `_kept`
         self._used: WeakValueDictionary[StructuredOutputsParams, CompiledGrammar] = WeakValueDictionary()
 
     def compile(self, form: StructuredOutputsParams) -> CompiledGrammar:
-        """Return the compiled grammar. Raises InvalidRequest, with the library's explanation, if the library cannot
-        compile this form, and if llguidance is not installed."""
-        return self.compiled(form) or self._keep(form, _on_a_large_stack(partial(self._compile, form)))
+        """Return the compiled grammar. Raises InvalidRequest, with the library's words, if it cannot do this form."""
+        if found := self.compiled(form):
+            return found
+        library = self._library
+        try:
+            lark = _as_lark(library, form)
+        except (ValueError, RecursionError) as error:
+            raise _refused(str(error)) from None
+        num_bytes = max(_tried(lark) if _may_be_hostile(form) else 0, BYTES_A_CHARACTER * form.num_characters)
+        return self._keep(
+            form, CompiledGrammar(partial(self._compile, lark), self._vocab_size, self._special), num_bytes
+        )
 
     def compiled(self, form: StructuredOutputsParams) -> CompiledGrammar | None:
         """Return the grammar if it has been compiled, and is still kept or in use."""
@@ -65,29 +80,30 @@ class GrammarCompiler:
                 self._kept.move_to_end(form)
             return self._used.get(form)
 
-    def _keep(self, form: StructuredOutputsParams, grammar: CompiledGrammar) -> CompiledGrammar:
+    def _keep(self, form: StructuredOutputsParams, grammar: CompiledGrammar, num_bytes: int) -> CompiledGrammar:
         with self._lock:
             if form not in self._kept:
-                self._num_characters += form.num_characters
-            self._kept[form] = self._used[form] = grammar
-            while len(self._kept) > MOST_KEPT or self._num_characters > MOST_CHARACTERS_KEPT:
-                dropped, _ = self._kept.popitem(last=False)
-                self._num_characters -= dropped.num_characters
+                self._num_bytes += num_bytes
+                self._kept[form] = grammar, num_bytes
+            self._used[form] = grammar
+            while len(self._kept) > MOST_KEPT or self._num_bytes > MOST_BYTES_KEPT:
+                _, (_, freed) = self._kept.popitem(last=False)
+                self._num_bytes -= freed
         return grammar
 
-    def _compile(self, form: StructuredOutputsParams) -> CompiledGrammar:
-        library = self._library
+    def _compile(self, lark: str) -> tuple[LLMatcher, int]:
+        """Compile. Return the library's state at the beginning of an output, and the tokens allowed there as bits."""
         try:
-            matcher = library.LLMatcher(self._ll_tokenizer, _as_lark(library, form), log_level=0, limits=self._limits)
+            matcher = self._library.LLMatcher(self._ll_tokenizer, lark, log_level=0, limits=self._limits)
             wrong = matcher.get_error()
         except (ValueError, RecursionError) as error:
-            wrong = str(error)
+            raise _refused(str(error)) from None
         if not wrong:
             first = int.from_bytes(matcher.compute_bitmask(), "little")  # the library explores what may come first
             wrong = matcher.get_error()
         if wrong:
-            raise InvalidRequest(f"structured_outputs cannot be followed: {_plain(wrong)}; change or simplify it")
-        return CompiledGrammar(matcher, first, self._vocab_size, self._special)
+            raise _refused(wrong)
+        return matcher, first
 
     @cached_property
     def _library(self) -> Any:
@@ -101,10 +117,8 @@ class GrammarCompiler:
 
     @cached_property
     def _limits(self) -> LLParserLimits:
-        limits: LLParserLimits = self._library.LLParserLimits(
-            max_lexer_states=MOST_LEXER_STATES, max_items_in_row=MOST_ALTERNATIVES, verbose_errors=False
-        )
-        return limits
+        made: LLParserLimits = grammar_trial.limits(self._library)
+        return made
 
     @cached_property
     def _ll_tokenizer(self) -> LLTokenizer:
@@ -116,19 +130,22 @@ class GrammarCompiler:
         return made
 
 
-MOST_LEXER_STATES = 50_000
-"""The most states of the lexer of one sequence, at about 2 kB each."""
-MOST_ALTERNATIVES = 8_000
-"""The most rules in progress at one place of an output. An object takes four for each optional property."""
-
-
 class CompiledGrammar:
-    """A compiled grammar."""
+    """A compiled grammar.
 
-    def __init__(self, matcher: LLMatcher, first: int, vocab_size: int, special_token_ids: Collection[int]) -> None:
-        """`matcher`: the library's state at the beginning of an output. `first`: its allowed tokens."""
-        self._matcher = matcher
-        self._first = first
+    The library's copies of a state share one lexer, whose number of states is limited, over all outputs together. When
+    it is full, the states in use fail one after another. Then the grammar is compiled again (its next *generation*),
+    and each of them reads its output once more.
+    """
+
+    def __init__(
+        self, make: Callable[[], tuple[LLMatcher, int]], vocab_size: int, special_token_ids: Collection[int]
+    ) -> None:
+        """`make`: compiles it (`GrammarCompiler._compile`)."""
+        self._make = make
+        self._matcher, self._first = _on_a_large_stack(make)
+        self._generation = 0
+        self._lock = Lock()
         self._vocab_size = vocab_size
         self._special = special_token_ids
 
@@ -136,18 +153,31 @@ class CompiledGrammar:
         """Return the state of an empty output. The special tokens among `final_token_ids` may end the output wherever
         the grammar may end."""
         ends = sum(1 << token for token in final_token_ids if token in self._special)
-        return GrammarState(self._matcher.deep_copy(), self._first, self._vocab_size, ends)
+        matcher, generation = self.copied()
+        return GrammarState(self, matcher, generation, self._first, self._vocab_size, ends)
+
+    def copied(self, failed: int | None = None) -> tuple[LLMatcher, int]:
+        """Return a copy of the state at the beginning, and its generation: a later one than `failed`."""
+        with self._lock:
+            if failed == self._generation:
+                self._matcher, _ = _on_a_large_stack(self._make)
+                self._generation += 1
+            return self._matcher.deep_copy(), self._generation
 
 
 class GrammarState:
     """The state of one sequence's output in its grammar (`engine.sequence.SequenceGrammar`)."""
 
-    __slots__ = ("_ends", "_matcher", "_vocab_size", "bits")
+    __slots__ = ("_ends", "_generation", "_grammar", "_matcher", "_tokens", "_vocab_size", "bits")
 
-    def __init__(self, matcher: LLMatcher, allowed: int, vocab_size: int, ends: int) -> None:
+    def __init__(
+        self, grammar: CompiledGrammar, matcher: LLMatcher, generation: int, allowed: int, vocab_size: int, ends: int
+    ) -> None:
         """`allowed`, `ends`: sets of tokens as bits of an integer. In `allowed`, the bit just beyond the vocabulary
         says whether the output may end."""
-        self._matcher = matcher
+        self._grammar = grammar
+        self._matcher, self._generation = matcher, generation
+        self._tokens: list[int] = []
         self._vocab_size = vocab_size
         self._ends = ends
         self.bits = self._row(allowed)
@@ -159,30 +189,77 @@ class GrammarState:
         return allowed.to_bytes((self._vocab_size + 31) // 32 * 4, "little")
 
     def consume(self, token_id: int) -> bool:
-        matcher = self._matcher
-        if matcher.consume_token(token_id):
-            allowed = int.from_bytes(matcher.compute_bitmask(), "little")
-        if matcher.is_error():
-            raise RequestFailed(f"structured_outputs cannot be followed any further: {_plain(matcher.get_error())}")
+        tokens = [*self._tokens, token_id]
+        allowed = self._after([token_id])
+        if self._matcher.is_error():  # perhaps other outputs have filled the lexer: once more, with an empty one
+            self._matcher, self._generation = self._grammar.copied(self._generation)
+            allowed = self._after(tokens)
+        if self._matcher.is_error():
+            words = _plain(self._matcher.get_error())
+            raise RequestFailed(f"structured_outputs cannot be followed any further: {words}")
+        self._tokens.append(token_id)
         self.bits = self._row(allowed)
         return not self._ends and allowed == 1 << self._vocab_size
 
+    def _after(self, token_ids: list[int]) -> int:
+        """Step on by these tokens; returns what may come next, as bits. On failure the matcher is in error."""
+        if not self._matcher.consume_tokens(token_ids):
+            return 0
+        return int.from_bytes(self._matcher.compute_bitmask(), "little")
+
     def fork(self) -> GrammarState:
         copy = GrammarState.__new__(GrammarState)
-        copy._matcher = self._matcher.deep_copy()
+        copy._grammar, copy._matcher, copy._generation = self._grammar, self._matcher.deep_copy(), self._generation
+        copy._tokens = list(self._tokens)
         copy._vocab_size, copy._ends, copy.bits = self._vocab_size, self._ends, self.bits
         return copy
 
 
-STACK_BYTES = 2**29
-"""The stack on which forms are compiled. Only what is used of it takes memory."""
+HARMLESS_CHARACTERS = 20_000
+RISKY = re.compile(r'"(pattern|patternProperties|propertyNames|multipleOf|allOf|format)"|\\u')
+
+
+def _may_be_hostile(form: StructuredOutputsParams) -> bool:
+    """Whether compiling could take long. Short schemas without patterns and the like cannot, nor can choices."""
+    if form.choice is not None or form.json_object:
+        return form.whitespace_pattern is not None
+    if form.json is None or form.whitespace_pattern is not None:
+        return True
+    return len(str(form.json)) > HARMLESS_CHARACTERS or bool(RISKY.search(str(form.json)))
+
+
+def _tried(lark: str) -> int:
+    """Compile a form in another process, with limits. Returns the bytes that it took there. Raises InvalidRequest."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", grammar_trial.__file__],
+            input=lark.encode(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=TRIAL_WALL_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise _refused(f"compiling takes more than {TRIAL_WALL_S} seconds") from None
+    if done.returncode:
+        most = f"{grammar_trial.TRIAL_S} seconds or {grammar_trial.TRIAL_BYTES >> 20} MiB"
+        raise _refused(f"compiling takes more than {most}, or nests too deeply")
+    return int(done.stdout or 0)
+
+
+def _refused(words: str) -> InvalidRequest:
+    return InvalidRequest(f"structured_outputs cannot be followed: {_plain(words)}; change or simplify it")
+
+
+TRIAL_WALL_S = 8
+"""Seconds by the clock that a trial may take, on a busy machine too."""
 _starting = Lock()
 
 
-def _on_a_large_stack(call: Callable[[], CompiledGrammar]) -> CompiledGrammar:
+def _on_a_large_stack(call: Callable[[], Made]) -> Made:
     """Return the result of `call`, from a thread with a large stack. The library recurses once for each rule in a chain
     of rules, and a stack that is too small for that ends the process."""
-    result: Future[CompiledGrammar] = Future()
+    result: Future[Made] = Future()
 
     def run() -> None:
         try:
@@ -191,7 +268,7 @@ def _on_a_large_stack(call: Callable[[], CompiledGrammar]) -> CompiledGrammar:
             result.set_exception(error)
 
     with _starting:  # the size holds for all threads that are started meanwhile
-        before = stack_size(STACK_BYTES)
+        before = stack_size(grammar_trial.STACK_BYTES)
         try:
             Thread(target=run, name="minipaged-grammar", daemon=True).start()
         finally:

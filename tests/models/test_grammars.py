@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import resource
 import sys
 import threading
 import time
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 
 from minipaged.errors import InvalidRequest, RequestFailed
-from minipaged.models import grammars
+from minipaged.models import grammar_trial, grammars
 from minipaged.models.gguf_tokenizer import build_tokenizer
 from minipaged.models.grammars import GrammarCompiler, GrammarState
 from minipaged.models.tokenizer import Tokenizer
@@ -309,6 +310,7 @@ def rules(number: int) -> str:
     return "start: r0\n" + "\n".join(f"r{i}:r{i + 1}" for i in range(number)) + f'\nr{number}: "c"'
 
 
+ALL_PATTERNS = {"allOf": [{"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(1, 40)]}
 HOSTILE = {
     "many values": StructuredOutputsParams(json={"enum": [f"value {i}" for i in range(10_000)]}),
     "many patterns": StructuredOutputsParams(
@@ -326,6 +328,8 @@ HOSTILE = {
     "a large class": StructuredOutputsParams(regex=r"[\p{L}\p{N}]{0,5000}" * 50),
     "many choices": StructuredOutputsParams(choice=[f"choice number {i}" for i in range(10_000)]),
     "a chain of rules": StructuredOutputsParams(grammar=rules(15_000)),
+    "patterns that must all match": StructuredOutputsParams(json=ALL_PATTERNS),
+    "multiples of a large number": StructuredOutputsParams(json={"type": "integer", "multipleOf": 1_234_567}),
     "an ambiguous grammar": StructuredOutputsParams(grammar='start: start start | "a" | ""'),
     "gbnf of many parentheses": StructuredOutputsParams(grammar="root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000),
 }
@@ -349,6 +353,64 @@ def test_a_form_that_explodes_is_refused_soon_or_followed(compiler: GrammarCompi
     assert len(said) < 1000
     assert compiling < 5
     assert slowest < 0.5
+
+
+def test_a_form_that_takes_too_much_ends_a_process_of_its_own(compiler: GrammarCompiler) -> None:
+    """The library has no limit for it, and would take minutes and gigabytes."""
+    begun = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    with pytest.raises(InvalidRequest, match=r"compiling takes more than 2 seconds or 256 MiB, or nests too deeply"):
+        compiler.compile(StructuredOutputsParams(json=ALL_PATTERNS))
+    assert 0 < resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - begun < 5
+
+
+def test_only_forms_that_could_be_hostile_are_tried_in_another_process(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = list[str]()
+    monkeypatch.setattr(grammars, "_tried", lambda lark: tried.append(lark) or 0)
+    compiler = GrammarCompiler(tokenizer, VOCAB, [END])
+    for form in (
+        StructuredOutputsParams(json=PERSON),
+        StructuredOutputsParams(choice=["a"]),
+        StructuredOutputsParams(json_object=True),
+    ):
+        compiler.compile(form)
+    assert not tried
+    risky = [
+        StructuredOutputsParams(json={"type": "string", "pattern": "a"}),
+        StructuredOutputsParams(json='{"type": "string", "p\\u0061ttern": "b"}'),
+        StructuredOutputsParams(json={"enum": ["a" * 30_000]}),
+        StructuredOutputsParams(json_object=True, whitespace_pattern=" *"),
+        StructuredOutputsParams(regex="a"),
+        StructuredOutputsParams(grammar='start: "a"'),
+    ]
+    for form in risky:
+        compiler.compile(form)
+    assert len(tried) == len(risky)
+
+
+def test_outputs_wear_a_grammar_out_for_nobody(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's copies of a state share a lexer, whose states are limited. When it is full, another takes over."""
+    monkeypatch.setattr(grammar_trial, "MOST_LEXER_STATES", 1500)
+    form = StructuredOutputsParams(json={"type": "string", "maxLength": 300}, disable_any_whitespace=True)
+    grammar = GrammarCompiler(tokenizer, VOCAB, [END]).compile(form)
+    begun = written(waiting := grammar.begin({END}), {END}, 0, 50)[0]
+    generations = set[int]()
+    for seed in range(8):
+        output, has_ended = written(state := grammar.begin({END}), {END}, seed, 700)
+        generations.add(state._generation)
+        if has_ended:
+            assert isinstance(json.loads(tokenizer.decode(output)), str)
+    assert len(generations) > 2
+    alone = GrammarCompiler(tokenizer, VOCAB, [END]).compile(form).begin({END})
+    for token in begun:
+        alone.consume(token)
+    fork = waiting.fork()
+    for _ in range(100):
+        token = allowed(alone)[0]
+        for each in (alone, waiting, fork):
+            each.consume(token)
+        assert alone.bits == waiting.bits == fork.bits
 
 
 def test_a_large_schema_of_optional_properties_is_followed(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
@@ -381,14 +443,17 @@ def test_a_form_seen_before_is_not_compiled_again(tokenizer: Tokenizer, monkeypa
     assert compiler.compiled(forms[0]) is None
 
 
-def test_what_is_kept_is_bounded_in_characters(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "MOST_CHARACTERS_KEPT", 100)
+def test_what_is_kept_is_bounded_in_memory(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "MOST_BYTES_KEPT", 100 * grammars.BYTES_A_CHARACTER)
     compiler = GrammarCompiler(tokenizer, VOCAB, [END])
     forms = [StructuredOutputsParams(choice=[str(i) * 40]) for i in range(4)]
     for form in (*forms, forms[3]):
         compiler.compile(form)
     assert [compiler.compiled(form) is not None for form in forms] == [False, False, True, True]
-    assert compiler._num_characters == 80
+    assert compiler._num_bytes == 80 * grammars.BYTES_A_CHARACTER
+    monkeypatch.setattr(grammars, "_tried", lambda lark: 101 * grammars.BYTES_A_CHARACTER)
+    compiler.compile(StructuredOutputsParams(regex="a"))
+    assert compiler._num_bytes == 0
 
 
 def test_threads_may_compile_at_the_same_time(tokenizer: Tokenizer) -> None:

@@ -272,6 +272,38 @@ class BlocksPassed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class TokensDrafted(Event):
+    """These tokens are guessed to come next in the sequence. Its step runs them, to verify them; they get
+    slots next."""
+
+    name: ClassVar[str] = "tokens_drafted"
+    sequence: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokensAccepted(Event):
+    """The sequence's drafted tokens were verified: the first `num_accepted` of them stand. Those are generated next,
+    and one token more."""
+
+    name: ClassVar[str] = "tokens_accepted"
+    sequence: int
+    num_drafted: int
+    num_accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRolledBack(Event):
+    """The sequence gave back the slots of drafted tokens that do not stand. Its table has `num_tokens` filled slots
+    now, and lost `blocks` at its end."""
+
+    name: ClassVar[str] = "blocks_rolled_back"
+    sequence: int
+    num_tokens: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class BlocksFreed(Event):
     """The sequence gave back all its blocks (device blocks, or host blocks if it was swapped out)."""
 

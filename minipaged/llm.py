@@ -46,7 +46,7 @@ from minipaged.params import (
     SamplingParams,
 )
 from minipaged.scheduling import MakePolicy
-from minipaged.setup.loaded_model import LoadedModel, check_connector, disk_floor, handshake, policy_named
+from minipaged.setup.loaded_model import LoadedModel, check_for_model, disk_floor, handshake, policy_named
 from minipaged.setup.settings import GivenSettings, Settings, takes_settings
 from minipaged.setup.sizes import engine_config
 
@@ -95,11 +95,11 @@ class LLM:
         if isinstance(model, LoadedModel):
             asked = model.settled(asked)
             loaded = model
-            check_connector(asked, model.folder, model.config, model.tier)
+            check_for_model(asked, model.folder, model.config, model.tier)
         else:
             where = (asked.tier, asked.device, asked.dtype)
             sizes = (asked.tensor_parallel_size, asked.pipeline_parallel_size)
-            check = partial(check_connector, asked)
+            check = partial(check_for_model, asked)
             loaded = LoadedModel.load(model, *where, *sizes, asked.worker_timeout, asked.max_model_len, check)
         try:
             self._begin(loaded, asked, policy, listeners, host_sharers)

@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from minipaged.api.vllm_arguments import (
     SAMPLING_ARGUMENTS,
+    SPECULATIVE_KEYS,
     STRUCTURED_OUTPUTS_ARGUMENTS,
     NotHere,
     take_own,
@@ -413,6 +414,63 @@ class RequestOutputKind(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """Which tokens to draft, and how many. Raises InvalidRequest for a value out of range."""
+
+    method: str
+    """How to draft: "ngram", which looks the latest tokens of a sequence up among its earlier ones."""
+    num_speculative_tokens: int = setting(at_least=1, at_most=128)
+    """Maximum number of tokens to draft for a sequence in a step; fewer where fewer pay."""
+    prompt_lookup_max: int | None = setting(None, at_least=1, at_most=64)
+    """Largest number of tokens to look up; by default `prompt_lookup_min`, or 5 if that is not given either."""
+    prompt_lookup_min: int | None = setting(None, at_least=1, at_most=64)
+    """Smallest number of tokens to look up; by default `prompt_lookup_max`, or 5 if that is not given either."""
+    disable_by_batch_size: int | None = setting(None, at_least=2)
+    """Number of sequences in a batch from which on nothing is drafted."""
+
+    def __post_init__(self) -> None:
+        check(self)
+        _require(
+            self.method == "ngram",
+            f'method is {self.method!r}; choose "ngram": there is no other way to draft yet, no draft model either',
+        )
+        shortest, longest = self.lengths
+        _require(
+            shortest <= longest,
+            f"prompt_lookup_min is {shortest}, more than prompt_lookup_max, which is {longest}; lower it",
+        )
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """The smallest and the largest number of tokens to look up."""
+        shortest = self.prompt_lookup_min or self.prompt_lookup_max or DEFAULT_LOOKUP
+        return shortest, self.prompt_lookup_max or shortest
+
+    @classmethod
+    def read(cls, given: Any) -> SpeculativeConfig:
+        """Read a dict with these fields and perhaps other keys of vLLM's. Raises InvalidRequest for other keys."""
+        if isinstance(given, SpeculativeConfig):
+            return given
+        own = [each.name for each in fields(cls)]
+        _require(
+            isinstance(given, Mapping),
+            f'speculative_config is {given!r}; give a dict, as in {{"method": "ngram", "num_speculative_tokens": 4}}',
+        )
+        for key in given:
+            _require(
+                key in own or key in SPECULATIVE_KEYS,
+                f"speculative_config has the key {key!r}, which is unknown here; it may have {', '.join(own)}",
+            )
+        for key in ("method", "num_speculative_tokens"):
+            _require(key in given, f'speculative_config has no {key}; give it, as in {{"{key}": {_EXAMPLES[key]}}}')
+        return cls(**take_own("speculative_config", given, SPECULATIVE_KEYS, own))
+
+
+DEFAULT_LOOKUP = 5
+_EXAMPLES = {"method": '"ngram"', "num_speculative_tokens": "4"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
     """The settings that an engine uses exactly as the user gives them."""
 
@@ -442,6 +500,24 @@ class EngineSettings:
     """Seed from which requests without their own get theirs. Equal seeds give equal tokens."""
     debug: bool = False
     """Fill freed and new blocks with NaN and check every invariant after every step."""
+
+
+def check_speculation(asked: SpeculativeConfig | None, async_scheduling: bool | None) -> None:
+    """Raise InvalidRequest if both are asked for."""
+    _require(
+        not (asked and async_scheduling),
+        "speculative_config and async_scheduling are both given, and do not work together yet: what a step verifies "
+        "must be known before the next one is planned; leave one of them out",
+    )
+
+
+def no_drafts_with(windows: Iterable[int | None]) -> str:
+    """Say why nothing is drafted for layers with these windows."""
+    return (
+        "speculative_config is given, but some of the model's layers have a window, and drafts are for models without "
+        "windows only yet: a window may pass blocks that a refused draft needs again; leave it out, or give a "
+        f"max_model_len of at most {min((window for window in windows if window), default=0)}"
+    )
 
 
 def check_tiers(settings: EngineSettings, has_no_host_blocks: bool) -> None:
@@ -483,6 +559,8 @@ class EngineConfig(EngineSettings):
     async_scheduling: bool = False
     """Launch the next step before the host knows the tokens of this one, if no request needs them there. No effect with
     `pipeline_parallel_size` above 1, where steps of other sequences are in flight meanwhile."""
+    speculative_config: SpeculativeConfig | None = None
+    """Which tokens to draft, several of which one step verifies; None: none."""
 
     @property
     def has_windows(self) -> bool:
@@ -492,6 +570,8 @@ class EngineConfig(EngineSettings):
     def __post_init__(self) -> None:
         check(self)
         check_tiers(self, self.num_swap_blocks == 0)
+        check_speculation(self.speculative_config, self.async_scheduling)
+        _require(not (self.speculative_config and self.has_windows), no_drafts_with(self.group_windows))
         _require(
             not (self.kv_cache_tiers and self.has_windows),
             f"kv_cache_tiers is {self.kv_cache_tiers!r}, but some of the model's layers have a window, and the floors "

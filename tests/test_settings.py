@@ -16,7 +16,7 @@ import minipaged
 from minipaged import LLM, BeamSearchParams, EngineConfig, InvalidRequest, SamplingParams
 from minipaged.cli import app, main
 from minipaged.cli.options import WRITTEN, given_for, help_of, names_of
-from minipaged.params import EngineSettings, StructuredOutputsParams
+from minipaged.params import EngineSettings, SpeculativeConfig, StructuredOutputsParams
 from minipaged.replicas.settings import ReplicaSettings
 from minipaged.serve.settings import ServeSettings
 from minipaged.setup.settings import GivenSettings, Settings
@@ -132,6 +132,7 @@ def test_options_reach_the_fields_that_they_are_called_after() -> None:
         "bad_words": "b",
         "min_tokens": 0,  # a form says where an output may end
         "structured_outputs": '{"choice": ["yes", "no"]}',
+        "speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}',
     }
     values |= {"tier": "reference", "device": "cpu", "dtype": "float64", "allocator": f"{__file__}:Allocator"}
     values["kv_connector"] = "a folder"
@@ -151,6 +152,7 @@ def test_options_reach_the_fields_that_they_are_called_after() -> None:
             line.append(f"{option.opts[0]}={value}")
             expected[option.name] = (value,) if option.name in repeated else value
     expected["logit_bias"] = {5: 1.5}
+    expected["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 3}
     expected["structured_outputs"] = StructuredOutputsParams(choice=("yes", "no"))
     given = COMMANDS["generate"].make_context("generate", line).params
     found = {name: value for kind in KINDS for name, value in given_for(kind, given).items()}
@@ -188,6 +190,83 @@ def test_structured_outputs_that_are_no_json_object_of_fields_are_refused(text: 
     given = COMMANDS["generate"].make_context("generate", ["a prompt", f"--structured-outputs={text}"]).params
     with pytest.raises(InvalidRequest, match=r"^--structured-outputs is .*; write it as a JSON object"):
         given_for(SamplingParams, given)
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("given", "lengths"),
+    [
+        ({}, (5, 5)),
+        ({"prompt_lookup_max": 4}, (4, 4)),
+        ({"prompt_lookup_min": 3}, (3, 3)),
+        ({"prompt_lookup_max": 4, "prompt_lookup_min": 2}, (2, 4)),
+        ({"model": None}, (5, 5)),
+        ({"model": "[ngram]"}, (5, 5)),
+    ],
+)
+def test_lengths_of_a_prompt_lookup_that_are_left_open_are_vllms(
+    given: dict[str, Any], lengths: tuple[int, int]
+) -> None:
+    asked = Settings(speculative_config=NGRAM | given).speculation
+    assert asked is not None
+    assert asked.lengths == lengths
+    assert Settings(speculative_config=asked).speculation == asked
+    assert Settings().speculation is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"method": "draft_model"}, "is 'draft_model'; choose .* yet, no draft model either"),
+        ({"method": "eagle"}, "is 'eagle'; choose \"ngram\""),
+        ({"model": "a/small-model"}, "^model is 'a/small-model'; there is no draft model yet"),
+        (
+            {"temperature": 1},
+            "^speculative_config has the key 'temperature', which is unknown here; it may have ",
+        ),
+        ({"num_speculative_tokens": 0}, "^num_speculative_tokens is 0; it must be between 1 and 128"),
+        ({"prompt_lookup_min": 0}, "^prompt_lookup_min is 0; it must be between 1"),
+        ({"prompt_lookup_min": 5, "prompt_lookup_max": 4}, "^prompt_lookup_min is 5, more than prompt_lookup_max, "),
+        ({"disable_by_batch_size": 1}, "^disable_by_batch_size is 1; it must be 2 or more"),
+    ],
+)
+def test_drafts_that_there_are_not_are_refused_by_name_before_the_model_is_looked_for(
+    given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        LLM("/no/such/model", speculative_config=NGRAM | given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("ngram", "^speculative_config is 'ngram'; give a dict"),
+        ({"method": "ngram"}, "^speculative_config has no num_speculative_tokens; give it"),
+        ({"num_speculative_tokens": 4}, "^speculative_config has no method; give it"),
+    ],
+)
+def test_a_speculative_config_needs_its_two_keys(given: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        Settings(speculative_config=given)
+
+
+def test_drafts_and_asynchronous_scheduling_are_refused_together_where_both_are_asked_for() -> None:
+    asked, sizes = SpeculativeConfig(**NGRAM), {"num_blocks": 8, "max_model_len": 8, "vocab_size": 8}
+    with pytest.raises(InvalidRequest, match=r"^speculative_config and async_scheduling are both given"):
+        Settings(speculative_config=NGRAM, async_scheduling=True)
+    assert Settings(speculative_config=NGRAM, async_scheduling=False).speculation
+    with pytest.raises(InvalidRequest, match=r"^speculative_config and async_scheduling are both given"):
+        EngineConfig(speculative_config=asked, async_scheduling=True, **sizes)
+    with pytest.raises(InvalidRequest, match=r"^speculative_config is given, but some .* max_model_len of at most 6"):
+        EngineConfig(speculative_config=asked, group_windows=(None, 6), **sizes)
+
+
+@pytest.mark.parametrize("text", ["ngram", "{", "4"])
+def test_a_speculative_config_that_is_no_json_object_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["generate", "a prompt", "--model=/no/such/model", f"--speculative-config={text}"]
+    assert "JSON object" in (said := told(line, capsys)) or "give a dict" in said
 
 
 @pytest.mark.parametrize("name", ["", " ", "\t\n"])

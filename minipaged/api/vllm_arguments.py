@@ -29,7 +29,8 @@ class NotHere:
 
 _NO_LORA = "merge the adapter into the weights, and load those"
 _NO_IMAGES = "models here read and write text only; leave it out"
-_NO_SPECULATION = "no setting asks for speculative decoding yet; leave it out"
+_IN_SPECULATIVE_CONFIG = "give it in speculative_config, which is a dict"
+_NO_DRAFT_MODEL = "there is no draft model yet; the method 'ngram' drafts from the request's own tokens"
 _NO_REVISIONS = "a hub id means its newest revision; download the one you want, and give its folder as model"
 _GRAPHS = "the device decides whether CUDA graphs are used, and there is no switch; leave it out"
 
@@ -70,10 +71,9 @@ LLM_ARGUMENTS: dict[str, NotHere] = {
     "task": NotHere("models here only generate text", ("auto", "generate")),
     "convert": NotHere("models here only generate text", ("auto", "none")),
     "enable_lora": NotHere(_NO_LORA, (False,)),
-    "speculative_config": NotHere(_NO_SPECULATION),
-    "spec_method": NotHere(_NO_SPECULATION),
-    "spec_model": NotHere(_NO_SPECULATION),
-    "spec_tokens": NotHere(_NO_SPECULATION),
+    "spec_method": NotHere(_IN_SPECULATIVE_CONFIG),
+    "spec_model": NotHere(_NO_DRAFT_MODEL),
+    "spec_tokens": NotHere(_IN_SPECULATIVE_CONFIG),
     "limit_mm_per_prompt": NotHere(_NO_IMAGES),
     "mm_processor_kwargs": NotHere(_NO_IMAGES),
     "logits_processors": NotHere("functions that change logits are not supported; SamplingParams has other ways"),
@@ -110,6 +110,17 @@ SAMPLING_ARGUMENTS: dict[str, NotHere] = {
     ),
 }
 """Arguments of vLLM's `SamplingParams`."""
+
+SPECULATIVE_KEYS: dict[str, NotHere] = {
+    "model": NotHere(_NO_DRAFT_MODEL, (None, "ngram", "[ngram]")),
+    "draft_tensor_parallel_size": NotHere(_NO_DRAFT_MODEL),
+    "quantization": NotHere(_NO_DRAFT_MODEL),
+    "max_model_len": NotHere(_NO_DRAFT_MODEL),
+    "revision": NotHere(_NO_DRAFT_MODEL),
+    "code_revision": NotHere(_NO_DRAFT_MODEL),
+    "speculative_token_tree": NotHere("a draft is one sequence of tokens; leave it out"),
+}
+"""Keys of vLLM's `speculative_config`."""
 
 STRUCTURED_OUTPUTS_ARGUMENTS: dict[str, NotHere] = {
     "structural_tag": NotHere("tags that turn a grammar on within a text are not supported; give a grammar"),

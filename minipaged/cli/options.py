@@ -83,6 +83,17 @@ def _read_structured_outputs(text: str | None) -> Any:
         ) from None
 
 
+def _read_speculative_config(text: str | None) -> Any:
+    """Parse a JSON object."""
+    try:
+        return None if text is None else json.loads(text)
+    except json.JSONDecodeError:
+        raise InvalidRequest(
+            f"--speculative-config is {text!r}; write it as a JSON object, e.g. "
+            '{"method": "ngram", "num_speculative_tokens": 4}'
+        ) from None
+
+
 WRITTEN = {
     "stop": OptionSpelling(kind=list[str] | None, note="May be repeated."),
     "stop_token_ids": OptionSpelling("--stop-token-id", kind=list[int] | None, note="May be repeated."),
@@ -94,6 +105,12 @@ WRITTEN = {
     "logit_bias": OptionSpelling(kind=str | None, read=_read_logit_bias, metavar="JSON", note='As in {"42": -100}.'),
     "structured_outputs": OptionSpelling(
         kind=str | None, read=_read_structured_outputs, metavar="JSON", note='As in {"choice": ["yes", "no"]}.'
+    ),
+    "speculative_config": OptionSpelling(
+        kind=str | None,
+        read=_read_speculative_config,
+        metavar="JSON",
+        note='As in {"method": "ngram", "num_speculative_tokens": 4}.',
     ),
     "allowed_token_ids": OptionSpelling(
         "--allowed-token-id", kind=list[int] | None, read=lambda tokens: tokens or None, note="May be repeated."

@@ -52,6 +52,7 @@ SECONDS: dict[Topic, float] = {
     "same": 0.8,
     "evict": 0.8,
     "pass": 0.8,
+    "roll back": 0.8,
     "fork": 2.5,
     "copy": 2.0,
     "beams": 1.6,

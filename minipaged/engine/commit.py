@@ -22,7 +22,15 @@ from minipaged.engine.scheduler import Scheduler
 from minipaged.engine.sequence import Hypothesis, Request, RequestState, SequenceState
 from minipaged.engine.step_writer import StepWriters
 from minipaged.errors import BadLogits, DetokenizerFailed, RequestFailed
-from minipaged.events import BeamFinished, Emit, RequestFinished, SequenceFinished, TokenGenerated
+from minipaged.events import (
+    BeamFinished,
+    BlocksRolledBack,
+    Emit,
+    RequestFinished,
+    SequenceFinished,
+    TokenGenerated,
+    TokensAccepted,
+)
 from minipaged.outputs import RequestUpdate
 from minipaged.params import SamplingParams
 from minipaged.steps import LOGITS
@@ -163,9 +171,10 @@ class Committer:
             own.append((sequence, len(drafted), chosen[: num_accepted + 1]))
             first += len(chosen)
         for sequence, num_drafted, chosen in own:
-            num_refused = num_drafted + 1 - len(chosen)
-            if self._blocks.trim(sequence, sequence.table.num_tokens - num_refused):
-                self._writer.table_changed(sequence, len(sequence.table.blocks))
+            if num_drafted:
+                self._emit(TokensAccepted(sequence.sequence_id, num_drafted, len(chosen) - 1))
+            if num_refused := num_drafted + 1 - len(chosen):
+                self._roll_back(sequence, sequence.table.num_tokens - num_refused)
             self.note_drafts(sequence, num_drafted, len(chosen) - 1)
             for choice in chosen:
                 self._blocks.publish(sequence, len(sequence.tokens))  # all that are known so far have K/V
@@ -173,6 +182,13 @@ class Committer:
                 if sequence.finish_reason is not None:
                     break
         self.report(request)
+
+    def _roll_back(self, sequence: SequenceState, num_tokens: int) -> None:
+        """Give back the slots after the sequence's first `num_tokens` tokens."""
+        given_back = self._blocks.trim(sequence, num_tokens)
+        if given_back:
+            self._writer.table_changed(sequence, len(sequence.table.blocks))
+        self._emit(BlocksRolledBack(sequence.sequence_id, num_tokens, given_back))
 
     def _fork_samples(self, request: Request, parent: SequenceState, n: int) -> list[SequenceState]:
         """Fork the other samples of a prompt that has just been computed."""

@@ -12,6 +12,8 @@ from minipaged.engine.drafting import AdaptiveDrafts
 from minipaged.engine.memory import Memory
 from minipaged.engine.prompt_lookup import PromptLookup
 from minipaged.engine.sequence import Request, SequenceState
+from minipaged.events import Emit, TokensDrafted
+from minipaged.params import SpeculativeConfig
 
 
 class Drafts:
@@ -35,10 +37,10 @@ class Drafts:
         """Note what became of a sequence's drafts in a step."""
         self.rule.note(sequence.draft_record, num_drafted, num_accepted)
 
-    def added_to(self, plan: Plan, blocks: Memory, tokens_left: int) -> Plan:
+    def added_to(self, plan: Plan, blocks: Memory, tokens_left: int, emit: Emit) -> Plan:
         """Add drafts for the decoding sequences of a plan whose slots are taken, and take theirs. Returns the new plan.
 
-        `tokens_left`: the number of tokens that the batch may run besides.
+        `tokens_left`: the number of tokens that the batch may run besides. `emit`: receives TokensDrafted.
         """
         num_sequences, parts = sum(len(part.work) for part in plan.scheduled), list[ScheduledRequest]()
         for part in plan.scheduled:
@@ -52,6 +54,8 @@ class Drafts:
                     drafted = ()
                 if drafted:
                     drafts[sequence.sequence_id] = drafted
+                    if emit.heard:
+                        emit(TokensDrafted(sequence.sequence_id, drafted))
                     blocks.append(sequence, len(drafted))
                 else:
                     self.note(sequence, 0, 0)
@@ -59,3 +63,10 @@ class Drafts:
                 work.append((sequence, num_tokens + len(drafted)))
             parts.append(ScheduledRequest(request, work, completes=True, drafts=drafts) if drafts else part)
         return Plan(parts, plan.lane)
+
+
+def drafts_of(asked: SpeculativeConfig | None) -> Drafts | None:
+    """Return the drafts that a setting asks for; None for none."""
+    if asked is None:
+        return None
+    return Drafts(AdaptiveDrafts(asked.num_speculative_tokens, asked.disable_by_batch_size), *asked.lengths)

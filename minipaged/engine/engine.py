@@ -26,7 +26,7 @@ from minipaged.engine.arrivals import Arrivals
 from minipaged.engine.batch import LaunchedStep, Plan
 from minipaged.engine.commit import Committer
 from minipaged.engine.detokenizer import Decode, Encode
-from minipaged.engine.drafts import Drafts
+from minipaged.engine.drafts import Drafts, drafts_of
 from minipaged.engine.event_queue import EventQueue
 from minipaged.engine.floors import paged_memory
 from minipaged.engine.grammar import Compile
@@ -60,7 +60,7 @@ class Engine:
       one raises, all still receive all events. Then the call fails with that error; its effects remain.
     - `clock`: returns the time in seconds, for all times that the engine reports. A simulation has its own clock.
     - `steady`: whether steps in which all sequences decode may take the short way (`steady.py`), with equal results.
-    - `drafts`: guesses tokens, which steps verify (`drafts.py`). Not with windows or asynchronous scheduling yet.
+    - `drafts`: guesses tokens, which steps verify; None: as the config asks. Not with windows or asynchronously yet.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class Engine:
         steady: bool = True,
         drafts: Drafts | None = None,
     ) -> None:
+        drafts = drafts or drafts_of(config.speculative_config)
         self.config = config
         self.stats = Stats()
         self._clock = clock

@@ -173,14 +173,14 @@ class Memory(ABC):
     def fork(self, request: Request, parent: SequenceState, child: SequenceState) -> None:
         """Let `child`, whose table is empty, hold the tokens that `parent` holds. Raises OutOfBlocks."""
 
-    def trim(self, sequence: SequenceState, num_tokens: int) -> int:
+    def trim(self, sequence: SequenceState, num_tokens: int) -> tuple[int, ...]:
         """Give back the slots after the sequence's first `num_tokens` tokens, whose tokens were drafted and did not
-        stand. Returns the number of blocks given back. (The prefix cache has none of them: it gets verified tokens.)"""
+        stand. Returns the blocks given back. (The prefix cache has none of them: it gets verified tokens.)"""
         table = sequence.table
-        num_blocks, num_slots = len(table.blocks), table.num_tokens
+        blocks, num_slots = tuple(table.blocks), table.num_tokens
         table.trim(num_tokens)
-        given_back = num_blocks - len(table.blocks)
-        self.num_entries -= given_back
+        given_back = blocks[len(table.blocks) :]
+        self.num_entries -= len(given_back)
         self.num_tokens -= num_slots - num_tokens
         return given_back
 

@@ -127,7 +127,7 @@ class Scheduler:
         if not preempted:
             plan = self.admit(plan)
         if self.drafts:
-            plan = self.drafts.added_to(plan, self._blocks, self._max_tokens - plan.num_query_tokens)
+            plan = self.drafts.added_to(plan, self._blocks, self._max_tokens - plan.num_query_tokens, self._emit)
         if not plan.scheduled and self.waiting and not self.running:
             self.asked.stuck(self.waiting)
         plan.lay_out()

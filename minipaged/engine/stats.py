@@ -81,6 +81,16 @@ class Stats:
     preempted_by_swap: int = 0
     preempted_by_recompute: int = 0
     tokens_recomputed: int = 0
+    num_drafts: int = 0
+    """Drafts that were verified: one per sequence and step."""
+    tokens_drafted: int = 0
+    """Tokens of those drafts."""
+    tokens_accepted: int = 0
+    """Drafted tokens that stood."""
+    tokens_accepted_at: tuple[int, ...] = ()
+    """For each place in a draft, the number of tokens there that stood."""
+    blocks_rolled_back: int = 0
+    """Blocks given back because the drafted tokens in them did not stand."""
     prefix_cache_query_tokens: int = 0
     """Tokens of admitted requests that were looked up in the prefix cache; counted again after a recomputation."""
     prefix_cache_hit_tokens: int = 0
@@ -123,6 +133,14 @@ class Stats:
                 self.tokens_recomputed += event.recomputed
             case ev.BlockCopied():
                 self.blocks_copied += 1
+            case ev.TokensAccepted():
+                self.num_drafts += 1
+                self.tokens_drafted += event.num_drafted
+                self.tokens_accepted += event.num_accepted
+                at, more = self.tokens_accepted_at, event.num_drafted - len(self.tokens_accepted_at)
+                self.tokens_accepted_at = tuple(n + (i < event.num_accepted) for i, n in enumerate(at + (0,) * more))
+            case ev.BlocksRolledBack():
+                self.blocks_rolled_back += len(event.blocks)
             case ev.BlocksPassed():
                 self.blocks_passed += len(event.blocks)
             case ev.RequestAdmitted():

@@ -216,6 +216,8 @@ class GrammarState:
 
 
 HARMLESS_CHARACTERS = 20_000
+SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")
+"""Characters that have a meaning in regular expressions."""
 RISKY = re.compile(r'"(pattern|patternProperties|propertyNames|multipleOf|allOf|format)"|\\u')
 
 
@@ -287,8 +289,8 @@ def _as_lark(library: Any, form: StructuredOutputsParams) -> str:
     if form.regex is not None:
         return str(library.LLMatcher.grammar_from_regex(form.regex))
     if form.choice is not None:
-        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in form.choice)
-        return str(library.LLMatcher.grammar_from_lark(f"start: {texts}"))
+        texts = "|".join(SPECIAL.sub(r"\\\g<0>", text) for text in form.choice)
+        return str(library.LLMatcher.grammar_from_regex(texts))
     return str(library.grammar_from("grammar", form.grammar))
 
 

@@ -259,6 +259,8 @@ class State:
                 self._copy(event)
             case ev.BlocksPassed():
                 self._pass(self.sequences[event.sequence], event)
+            case ev.BlocksRolledBack():
+                self._roll_back(self.sequences[event.sequence], event)
             case ev.BlocksFreed():
                 self._give_back(self.sequences[event.sequence], event.blocks)
             case ev.SequenceForked():
@@ -275,6 +277,8 @@ class State:
                 self._reuse(self.sequences[event.sequence], event)
             case ev.BlocksLoaded():
                 self._load(self.sequences[event.sequence], event.blocks)
+            case ev.TokensDrafted() | ev.TokensAccepted():
+                self._count_drafts(event)
             case ev.BlocksStored():
                 self.counts["blocks stored"] += len(event.blocks)
             case ev.BlockDemoted() | ev.BlocksPromoted() | ev.HostBlockDropped():
@@ -469,6 +473,27 @@ class State:
             self.device.release(block, sequence, entry)
             sequence.table[entry] = HOLE
         self.counts["blocks passed"] += len(event.blocks)
+
+    def _roll_back(self, sequence: LiveSequence, event: ev.BlocksRolledBack) -> None:
+        kept = len(sequence.table) - len(event.blocks)
+        if tuple(sequence.table[kept:]) != event.blocks:
+            raise ValueError(
+                f"the table of sequence {sequence.number} ends with {sequence.table[kept:]}, not {list(event.blocks)}"
+            )
+        for entry, block in enumerate(event.blocks, kept):
+            self.device.release(block, sequence, entry)
+        del sequence.table[kept:]
+        self.contiguous_tokens -= sequence.num_computed - event.num_tokens
+        sequence.num_computed = event.num_tokens
+        for entry in range(kept - sequence.num_groups, kept):  # it has written into these, so they are its own
+            self.device.fill(sequence.table[entry], sequence.filled(entry, self.block_size))
+        self.counts["blocks rolled back"] += len(event.blocks)
+
+    def _count_drafts(self, event: ev.TokensDrafted | ev.TokensAccepted) -> None:
+        if isinstance(event, ev.TokensDrafted):
+            self.counts["tokens drafted"] += len(event.token_ids)
+        else:
+            self.counts["tokens accepted"] += event.num_accepted
 
     def _give_back(self, sequence: LiveSequence, blocks: tuple[int, ...]) -> None:
         if sequence.blocks != list(blocks):

@@ -22,7 +22,7 @@ from minipaged.replay.state import LiveRequest, LiveSequence, State
 Topic = Literal[
     "start", "step", "arrive", "admit", "join", "grow", "fill", "token", "end", "give back", "pass", "leave", "refuse",
     "prefix", "cache", "same", "evict", "fork", "child", "copy", "beams", "drop", "keep",
-    "preempt", "swap", "return", "fail", "load", "store",
+    "preempt", "swap", "return", "fail", "load", "store", "draft", "accept", "roll back",
 ]  # fmt: skip
 Words = Callable[[int], str]
 """Returns the text of a token id."""
@@ -109,7 +109,26 @@ def tell(state: State, event: Event, words: Words | None = None) -> Sentence | N
             beam = name(state.sequences[event.sequence])
             text = f"{beam} followed by {_word(event.token_id, words)} is kept for the ranking, score {event.score:.2f}"
             return Sentence("keep", text)
+        case ev.TokensDrafted() | ev.TokensAccepted() | ev.BlocksRolledBack():
+            return _tell_drafts(name(state.sequences[event.sequence]), event, words)
     return _tell_of_request(state, event)
+
+
+DraftEvent = ev.TokensDrafted | ev.TokensAccepted | ev.BlocksRolledBack
+
+
+def _tell_drafts(who: str, event: DraftEvent, words: Words | None) -> Sentence | None:
+    match event:
+        case ev.TokensDrafted():
+            tokens = listed(_word(token, words) for token in event.token_ids)
+            return Sentence("draft", f"guessed to come next in {who}, and run to be verified: {tokens}")
+        case ev.TokensAccepted():
+            guessed = _count(event.num_drafted, "guessed token")
+            return Sentence("accept", f"{event.num_accepted} of {guessed} of {who} stood, and one more token is known")
+        case ev.BlocksRolledBack() if event.blocks:
+            text = f"{who} rolls back to {_count(event.num_tokens, 'token')}: {numbers(event.blocks)} given back"
+            return Sentence("roll back", text, event.blocks)
+    return None
 
 
 def _tell_of_request(state: State, event: Event) -> Sentence | None:
@@ -328,6 +347,8 @@ def explain(state: State, event: Event, words: Words | None = None, doubted: Col
                 f"No layer will see {_blocks(event.blocks)} of sequence {letter(event.sequence)} again: the window has "
                 "passed. What is given back leaves a hole in the table."
             )
+        case ev.TokensDrafted() | ev.TokensAccepted() | ev.BlocksRolledBack():
+            return _explain_drafts(letter(event.sequence), event, words)
         case ev.BlocksFreed():
             return _explain_freed(state, state.sequences[event.sequence], event.blocks, doubted)
         case ev.BlockCached():
@@ -379,6 +400,25 @@ def explain(state: State, event: Event, words: Words | None = None, doubted: Col
         case ev.BlocksStored():
             return f"What is in {_blocks(event.blocks)} of sequence {letter(event.sequence)} is left for other engines."
     return _explain_sequence(state, event, words)
+
+
+def _explain_drafts(who: str, event: DraftEvent, words: Words | None) -> str:
+    match event:
+        case ev.TokensDrafted():
+            tokens = listed(_quoted(token, words) for token in event.token_ids)
+            return f"These may come next in sequence {who}: {tokens}. The step runs them too, and says which are right."
+        case ev.TokensAccepted():
+            stand = "stands" if event.num_accepted == 1 else "stand"
+            return (
+                f"{event.num_accepted} of {_count(event.num_drafted, 'drafted token')} of sequence {who} {stand}. The "
+                "step also gives the token after them."
+            )
+        case ev.BlocksRolledBack():
+            back = f" It lets go of {_blocks(event.blocks)}, free again from now on." if event.blocks else ""
+            return (
+                f"Sequence {who} gives back the slots of drafted tokens that do not stand, and keeps those of "
+                f"{_count(event.num_tokens, 'token')}.{back}"
+            )
 
 
 def _explain_part(state: State, event: ev.PrefixReused) -> str:

@@ -168,7 +168,8 @@ class Metrics:
         with self._lock:
             self._num_begun += self._count_tokens(updates, now)
             if steps := stats.steps - self._stats.steps:  # a call can commit two steps; only their sum is known
-                total = stats.query_tokens - stats.tokens_recomputed + self._num_begun
+                num_refused = stats.tokens_drafted - stats.tokens_accepted
+                total = stats.query_tokens - num_refused - stats.tokens_recomputed + self._num_begun
                 # tokens_recomputed is known one step before query_tokens, so the difference may be negative.
                 number = max(0, total - self._num_in_steps)
                 self._num_in_steps += number
@@ -188,7 +189,7 @@ class Metrics:
             if request is None:
                 continue
             first: float | None = now
-            num_tokens = len(update.completions)  # each completion has one more token
+            num_tokens = len(update.completions)  # each has one more token, or with drafts several at one time
             if output:
                 first = output.metrics.first_token_time
                 num_tokens = sum(1 for news in update.completions if news.new_token_ids)
@@ -360,6 +361,18 @@ class Metrics:
         )
         yield counter("minipaged:floor_blocks", "Blocks moved to and from the host floor.", floors, "direction")
         yield counter("minipaged:tokens_recomputed", "Tokens computed again.", stats.tokens_recomputed)
+        if speculation := self._config.speculative_config:
+            at = dict.fromkeys(map(str, range(speculation.num_speculative_tokens)), 0)
+            at |= {str(place): number for place, number in enumerate(stats.tokens_accepted_at)}
+            yield counter("vllm:spec_decode_num_drafts", "Drafts, one per sequence and step.", stats.num_drafts)
+            yield counter("vllm:spec_decode_num_draft_tokens", "Tokens of those drafts.", stats.tokens_drafted)
+            yield counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that stood.", stats.tokens_accepted)
+            yield counter(
+                "vllm:spec_decode_num_accepted_tokens_per_pos", "Those by their place in the draft.", at, "position"
+            )
+            yield counter(
+                "minipaged:blocks_rolled_back", "Blocks of tokens that did not stand.", stats.blocks_rolled_back
+            )
         yield counter("minipaged:query_tokens", "Tokens that steps have run.", stats.query_tokens)
         yield counter("minipaged:steps", "Steps.", stats.steps)
         yield counter("minipaged:step_seconds", "Time in steps.", stats.step_seconds)

@@ -18,7 +18,7 @@ from minipaged.models.config import ModelConfig
 from minipaged.models.loading import load_config
 from minipaged.models.shards import check_parallel_sizes
 from minipaged.models.tokenizer import Tokenizer
-from minipaged.params import KVCacheDtype
+from minipaged.params import KVCacheDtype, no_drafts_with
 from minipaged.scheduling import MakePolicy
 from minipaged.setup.settings import GivenSettings, Settings
 from minipaged.tiers import DeviceTier
@@ -122,10 +122,12 @@ def check_length(config: ModelConfig, max_model_len: int | None) -> None:
         raise InvalidRequest(f"max_model_len is {max_model_len}; this model was made for at most {longest} tokens")
 
 
-def check_connector(asked: Settings, folder: Path, config: ModelConfig, tier: DeviceTier) -> None:
-    """Raise InvalidRequest if the KV connector or the disk floor cannot be used, or if its other engines have blocks of
-    another kind."""
+def check_for_model(asked: Settings, folder: Path, config: ModelConfig, tier: DeviceTier) -> None:
+    """Raise InvalidRequest if drafts, the KV connector or the disk floor cannot be used with this model, or if other
+    engines of the connector have blocks of another kind."""
     config = config.up_to(asked.max_model_len)
+    if asked.speculation and any(config.groups.windows):
+        raise InvalidRequest(no_drafts_with(config.groups.windows))
     for connector in (asked.kv_connector, disk_floor(asked)):
         if connector is not None and config.groups.windows != (None,):
             name = "kv_connector" if connector is asked.kv_connector else "kv_cache_folder"

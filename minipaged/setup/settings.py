@@ -6,14 +6,24 @@ A setting that is None gets its value once the model is loaded. The `EngineConfi
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict, TypeVar
 
 from minipaged.contracts import BlockAllocator
 from minipaged.errors import InvalidRequest
 from minipaged.handover.kv_connector import KVConnector
-from minipaged.params import EngineConfig, EngineSettings, KVCacheDtype, PreemptionMode, check, check_tiers, setting
+from minipaged.params import (
+    EngineConfig,
+    EngineSettings,
+    KVCacheDtype,
+    PreemptionMode,
+    SpeculativeConfig,
+    check,
+    check_speculation,
+    check_tiers,
+    setting,
+)
 from minipaged.scheduling import MakePolicy
 
 MakeAllocator = Callable[[int], BlockAllocator]
@@ -54,7 +64,11 @@ class Settings(EngineSettings):
     or what the pool holds if that is less."""
     async_scheduling: bool | None = left_open("async_scheduling")
     """Launch a step before the tokens of the step before are known; this changes no token. If left open, on with a GPU,
-    which then need not wait for the host. No effect with `pipeline_parallel_size` above 1."""
+    which then need not wait for the host, unless there is a `speculative_config`. No effect with
+    `pipeline_parallel_size` above 1."""
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
+    """How to draft tokens, several of which one step verifies. A dict with `method` ("ngram"),
+    `num_speculative_tokens`, and perhaps `prompt_lookup_max`, `prompt_lookup_min` and `disable_by_batch_size`."""
     allocator: MakeAllocator | None = None
     """Class of block allocators to use instead of the tier's own; it is checked at every call."""
     worker_timeout: float = setting(60.0, above=0)
@@ -85,6 +99,9 @@ class Settings(EngineSettings):
                 "preemption is 'swap' but num_swap_blocks is 0; give the host pool some blocks or choose 'recompute'"
             )
         check_tiers(self, 0 in (self.num_swap_blocks, self.swap_space))
+        if self.speculative_config is not None:
+            object.__setattr__(self, "speculative_config", SpeculativeConfig.read(self.speculative_config))
+        check_speculation(self.speculation, self.async_scheduling)
         if self.swap_space is not None and self.num_swap_blocks is not None:
             raise InvalidRequest(
                 f"swap_space is {self.swap_space} GiB and num_swap_blocks is {self.num_swap_blocks}; give one of them"
@@ -103,6 +120,11 @@ class Settings(EngineSettings):
             self._check_one_rank("kv_cache_folder", "can keep blocks on disk")
         if self.kv_connector is not None:
             self._check_kv_connector()
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """The `speculative_config` as it was read."""
+        return self.speculative_config if isinstance(self.speculative_config, SpeculativeConfig) else None
 
     def _check_kv_connector(self) -> None:
         if self.kv_cache_tiers:
@@ -154,6 +176,7 @@ class GivenSettings(TypedDict, total=False):
     max_num_batched_tokens: int
     max_model_len: int | None
     async_scheduling: bool | None
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | None
     allocator: MakeAllocator | None
     worker_timeout: float
     scheduling_policy: str | MakePolicy

@@ -48,6 +48,7 @@ def engine_config(asked: Settings, loaded: LoadedModel, host_sharers: int) -> En
         eos_token_ids=config.eos_token_ids,
         group_windows=config.groups.windows,
         async_scheduling=_is_async(asked, loaded),
+        speculative_config=asked.speculation,
         **{each.name: getattr(asked, each.name) for each in fields(EngineSettings)},
     )
 
@@ -77,7 +78,9 @@ def _blocks_of_one(asked: Settings, loaded: LoadedModel, num_tokens: int) -> int
 
 
 def _is_async(asked: Settings, loaded: LoadedModel) -> bool:
-    return loaded.tier.device != "cpu" if asked.async_scheduling is None else asked.async_scheduling
+    if asked.async_scheduling is None:
+        return loaded.tier.device != "cpu" and asked.speculation is None
+    return asked.async_scheduling
 
 
 def _free_host_bytes(host_sharers: int) -> float:

@@ -51,10 +51,13 @@ WATCHED: dict[str, tuple[str, ...]] = {
     ),
     "engine/commit.py": (
         "Committer._commit_samples",
+        "Committer._commit_drafted",
+        "Committer._roll_back",
         "Committer._commit_beams",
         "Committer._end_sequence",
         "Committer._finish_request",
     ),
+    "engine/drafts.py": ("Drafts.added_to",),
     "engine/scheduler.py": (
         "Scheduler.schedule",
         "Scheduler._whole",
@@ -166,6 +169,9 @@ ANCHORS: dict[str, tuple[Anchor, ...]] = {
         ("BlockTable.fork", "child.adopt(self._blocks)"),
         ("GroupedTable.fork", "child.adopt(self._entries)"),
     ),
+    "tokens_drafted": (("Drafts.added_to", "drafts[sequence.sequence_id] = drafted"),),
+    "tokens_accepted": (("Committer._commit_drafted", "self._emit(TokensAccepted("),),
+    "blocks_rolled_back": (("Committer._roll_back", "given_back = self._blocks.trim("),),
     "blocks_passed": (("GroupedTable.give_back", "self._entries[i] = HOLE"),),
     "blocks_freed": (("BlockAllocator.free", "self._ref_counts[block] -= 1"),),
     "swapped_out": MOVED,
@@ -187,6 +193,7 @@ ANCHORS: dict[str, tuple[Anchor, ...]] = {
     "token_generated": (
         ("_attend", "o[:s, :, rows] = "),  # if the model has any attention
         ("Committer._commit_samples", "self._commit_token("),
+        ("Committer._commit_drafted", "self._commit_token("),
         ("Committer._commit_beams", "self.append_token("),
     ),
     "beam_finished": (("Committer._commit_beams", "self._emit(BeamFinished("),),

@@ -94,6 +94,7 @@
       s.table.push(...e.new_blocks);
       s.filled = e.num_tokens;
     },
+    blocks_rolled_back(state, e, s) { s.table.length -= e.blocks.length; s.filled = e.num_tokens; },
     blocks_passed(state, e, s) { for (const entry of e.entries) s.table[entry] = HOLE; },
     block_copied(state, e, s) { s.table[e.logical_block] = e.destination; },
     prefix_reused(state, e, s) {
@@ -265,18 +266,19 @@
   const SPEEDS = [["½×", 0.5], ["1×", 1], ["2×", 2], ["4×", 4]];
   const FLIGHT = 500; // milliseconds
   /** The moves of an event, by names of pool cells, and a word. Here: the word, the pools from and to which blocks move
-   * ("": they are given up), and the pairs of blocks. */
+   * ("": given up), the pairs. */
   const MOVES = Object.fromEntries([
     ["block_copied", "copied", "block", "block", (e) => [[e.source, e.destination]]],
     ["swapped_out", "out", "block", "host"],
     ["swapped_in", "in", "host", "block"],
     ["block_deduplicated", "same", "block", "block", (e) => [[e.own, e.cached]]],
-    ["blocks_passed", "passed", "block", "", (e) => e.blocks.map((block) => [block])],
+    ["blocks_rolled_back", "back", "block", ""],
+    ["blocks_passed", "passed", "block", ""],
     ["block_evicted", "evicted", "block", "", (e) => [[e.block]]],
     ["block_demoted", "down", "block", "host", (e) => [[e.block, e.host_block]]],
     ["blocks_promoted", "up", "host", "block"],
     ["host_block_dropped", "dropped", "host", "", (e) => [[e.host_block]]],
-  ].map(([name, word, from, to, pairs = (e) => e.pairs]) =>
+  ].map(([name, word, from, to, pairs = (e) => e.pairs ?? e.blocks.map((b) => [b])]) =>
     [name, (e) => [pairs(e).map(([a, b]) => [`${from} ${a}`, to && `${to} ${b}`]), word]]));
   const OF_INTEREST = new Set([...Object.keys(MOVES), "sequence_forked", "request_preempted", "prefix_reused", "blocks_loaded",
     "request_refused", "blocks_freed", "step_failed", "broken_here"]);
@@ -502,7 +504,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       const pane = (name, label) => make("div", {class: name, role: "group", "aria-label": label, tabindex: 0});
       this.memory = make("div.memory", {}, make("div.pools"));
       this.pools = {};
-      this.seqs = pane("seqs", "Queues, sequences and their block tables"); // it scrolls, and so does the code
+      this.seqs = pane("seqs", "Queues, sequences and their block tables"); // it scrolls
       on(this.seqs, "scroll", () => this.drawArrows());
       this.arrows = document.createElementNS("http://www.w3.org/2000/svg", "svg");
       this.arrows.classList.add("arrows");
@@ -647,7 +649,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
 
     // --- Size ---
 
-    /** Reserve room for the longest sentence and the most sequences, so that nothing shifts between steps. */
+    /** Reserve room for the longest sentence and the most sequences, so that nothing shifts. */
     fit() {
       const width = this.all.clientWidth;
       if (!width || width === this.width) return;
@@ -784,7 +786,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       // A small pool is shown whole; a large one without blocks that the run never holds.
       const shown = total <= 64 ? [...Array(total).keys()] : [...this.used[host]].sort((a, b) => a - b);
       const small = shown.length > 24;
-      const judged = !host && Object.values(this.beliefs).some(({blocks}) => blocks); // reserve room at every step
+      const judged = !host && Object.values(this.beliefs).some(({blocks}) => blocks); // at every step
       const first = this.data.broken?.should && this.n === this.last ? "should be" : "tables";
       const cells = shown.map((block, place) => {
         const who = now.get(block) ?? [];
@@ -968,10 +970,10 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
         const [dx, dy] = [b.left - a.left, b.top - a.top];
         const across = Math.abs(dx) > Math.abs(dy);
         const [sx, sy] = across ? [Math.sign(dx), 0] : [0, Math.sign(dy)];
-        const inside = (box, by) => // near the edge that faces the other box, so that the text stays visible
+        const inside = (box, by) => // near the edge, so that text stays visible
           [box.left + box.width / 2 + by * sx * (box.width / 2 - 8), box.top + box.height / 2 + by * sy * (box.height / 2 - 8)];
         const [[x, y], [tx, ty]] = [inside(a, 1), inside(b, -1)];
-        const [mx, my] = [(x + tx) / 2, (y + ty) / 2 - Math.min(50, Math.abs(tx - x) / 4)]; // it bows upwards
+        const [mx, my] = [(x + tx) / 2, (y + ty) / 2 - Math.min(50, Math.abs(tx - x) / 4)]; // upwards
         const length = Math.hypot(tx - mx, ty - my) || 1;
         const [ux, uy] = [(tx - mx) / length * 9, (ty - my) / length * 9];
         return `<path d="M${x} ${y}Q${mx} ${my} ${tx} ${ty}M${tx - ux - uy / 2} ${ty - uy + ux / 2}L${tx} ${ty}L${tx - ux + uy / 2} ${ty - uy - ux / 2}"/>`

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from minipaged import LLM, RequestOutput, SamplingParams
+from minipaged import LLM, InvalidRequest, RequestOutput, SamplingParams
 from minipaged.engine.drafting import AdaptiveDrafts
 from minipaged.engine.drafts import Drafts
 from minipaged.engine.engine import Engine
 from minipaged.engine.sequence import Request, SequenceState
+from tests.end_to_end.small_llama import make_small_llama
 from tests.end_to_end.test_scheduling_invariance import (
     DTYPE,
     JOBS,
@@ -64,19 +67,39 @@ def test_drafts_do_not_show_in_the_tokens(small_llama: Path, tier: str, kind: st
         assert 0.5 < guesses.num_accepted / guesses.num_drafted < 0.95
 
 
-@pytest.mark.parametrize("tier", ["reference", "fast"])
-def test_a_repetitive_answer_takes_fewer_steps(small_llama: Path, tier: str) -> None:
+ASKED = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
+@pytest.mark.parametrize(
+    ("tier", "sizes"),
+    [
+        *[(tier, {}) for tier in ("reference", "fast")],
+        *[("reference", {f"{which}_parallel_size": 2}) for which in ("tensor", "pipeline")],
+        *[
+            pytest.param("fast", {f"{which}_parallel_size": 2}, marks=pytest.mark.thorough)  # in processes
+            for which in ("tensor", "pipeline")
+        ],
+    ],
+    ids=str,
+)
+def test_a_repetitive_answer_takes_fewer_steps(small_llama: Path, tier: str, sizes: dict[str, Any]) -> None:
     """A bias makes the answer one token again and again, which prompt lookup finds."""
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logit_bias={77: 100.0})
     steps = list[int]()
-    for drafts in (None, Drafts(AdaptiveDrafts(4), 1, 3)):
-        llm = LLM(small_llama, tier=tier, num_blocks=32, block_size=4, debug=True)
-        llm = drafting(llm, drafts) if drafts else llm
-        llm.engine.add_request([5, 6, 7], params)
-        outputs = list[RequestOutput]()
-        while llm.engine.has_unfinished_requests():
-            outputs += [update.output for update in llm.engine.step() if update.output]
-        assert outputs[0].outputs[0].token_ids == (77,) * 30
-        steps.append(llm.engine.stats.steps)
+    for asked in (None, ASKED):
+        with closing(LLM(small_llama, tier=tier, num_blocks=32, speculative_config=asked, debug=True, **sizes)) as llm:
+            [output] = llm.generate([[5, 6, 7]], params)
+            stats = llm.stats()
+        assert output.outputs[0].token_ids == (77,) * 30
+        assert (stats.tokens_accepted > 15) == bool(asked)
+        steps.append(stats.steps)
     assert steps[0] == 30
     assert steps[1] < 15
+
+
+def test_drafts_for_a_model_with_windows_are_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    folder = make_small_llama(tmp_path, model_type="mistral", sliding_window=11)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(InvalidRequest, match=r"^speculative_config is given, but some .* max_model_len of at most 11$"):
+        LLM(folder, speculative_config=ASKED)

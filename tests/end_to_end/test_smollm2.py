@@ -67,6 +67,26 @@ def test_greedy_tokens_are_those_of_transformers(smollm2: LLM, smollm2_folder: P
         check_same_or_tied(smollm2_folder, prompt, output.outputs[0].token_ids, theirs["greedy"])
 
 
+def test_greedy_tokens_are_the_same_where_tokens_are_drafted(
+    smollm2: LLM, smollm2_folder: Path, kept: dict[str, Any]
+) -> None:
+    """In fewer steps than the longest output has tokens."""
+    asked = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    llm = LLM(smollm2.loaded, num_blocks=64, speculative_config=asked)
+    prompt = smollm2.need_tokenizer().encode(REPEATED)
+    params = SamplingParams(temperature=0, max_tokens=24)
+    [plain], [output] = (each.generate([prompt], params) for each in (smollm2, llm))
+    tokens = output.outputs[0].token_ids
+    check_same_or_tied(smollm2_folder, prompt, tokens, plain.outputs[0].token_ids)
+    stats = llm.stats()
+    assert stats.tokens_drafted >= stats.tokens_accepted > len(tokens) / 3
+    assert stats.steps < len(tokens) * 2 / 3
+    assert not llm.config.async_scheduling
+
+
+REPEATED = "The cat sat on the mat. The dog lay on the rug. The cat sat on the mat. The dog lay on the rug. The cat"
+
+
 @one_case_in(4)
 @pytest.mark.parametrize(
     "number", [0, *(pytest.param(n, marks=pytest.mark.thorough) for n in range(1, len(yardstick.TEXTS)))]

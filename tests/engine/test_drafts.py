@@ -15,10 +15,11 @@ from minipaged.engine.memory import Memory
 from minipaged.engine.sequence import Request, SequenceState
 from minipaged.errors import InvalidRequest, InvariantViolation
 from minipaged.events import Event, TokensComputed
-from minipaged.params import EngineConfig, SamplingParams
+from minipaged.params import EngineConfig, SamplingParams, SpeculativeConfig
 from minipaged.testing.workloads import expected_tokens
 from tests.effort import calls_that_raise, one_case_in, quick_cases, scaled, seeds
 from tests.engine.test_failure_injection import WORKLOADS, Fuse, run_through, wired
+from tests.engine.test_floors import floored
 from tests.workloads import Workload, WorkloadRequest, WorkloadRun, random_workload
 
 
@@ -105,6 +106,36 @@ def test_every_request_gets_its_tokens_and_no_block_leaks_whichever_call_raises(
         assert run_through(wired(workload, Fuse(part, number), Guesses(workload, 0))) == 1, f"call {number}"
 
 
+@scaled
+@pytest.mark.parametrize("seeds", seeds(100, 20), ids=str)
+def test_every_invariant_holds_with_floors_below_the_prefix_cache(seeds: range) -> None:
+    """Only blocks of verified tokens go there, and come back."""
+    counts = Counter[str]()
+    for seed in seeds:
+        workload = floored(seed)
+        config = replace(workload.config, async_scheduling=False)
+        run, guessed = run_with_guesses(seed, replace(workload, config=config))
+        counts += guessed
+        counts.update(demoted=run.engine.stats.blocks_demoted, promoted=run.engine.stats.blocks_promoted)
+    assert counts["accepted"]
+    assert counts["demoted"] > counts["promoted"] > 0
+
+
+@scaled
+@pytest.mark.parametrize("seeds", seeds(100, 20), ids=str)
+def test_a_setting_asks_for_prompt_lookup(seeds: range) -> None:
+    counts = Counter[str]()
+    asked = SpeculativeConfig(method="ngram", num_speculative_tokens=4, prompt_lookup_max=3, prompt_lookup_min=1)
+    for seed in seeds:
+        workload = random_workload(seed)
+        run = WorkloadRun(replace(workload, config=replace(workload.config, speculative_config=asked)))
+        run.to_the_end()
+        run.check_outputs()
+        run.check_nothing_leaked()
+        counts.update(drafted=run.engine.stats.tokens_drafted, accepted=run.engine.stats.tokens_accepted)
+    assert counts["drafted"] > counts["accepted"] > 0
+
+
 def test_what_drafts_do_not_go_with_is_refused() -> None:
     config = replace(repetitive().config, async_scheduling=True)
     with pytest.raises(InvalidRequest, match="drafts work without asynchronous scheduling and windows only"):
@@ -146,14 +177,14 @@ def assert_a_workload_fails() -> None:
 
 
 def test_slots_that_are_not_given_back_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Memory, "trim", lambda self, sequence, num_tokens: 0)
+    monkeypatch.setattr(Memory, "trim", lambda self, sequence, num_tokens: ())
     assert_a_workload_fails()
 
 
 def test_one_slot_too_many_kept_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Memory.trim
 
-    def trim(self: Memory, sequence: SequenceState, num_tokens: int) -> int:
+    def trim(self: Memory, sequence: SequenceState, num_tokens: int) -> tuple[int, ...]:
         return right(self, sequence, min(num_tokens + 1, sequence.table.num_tokens))
 
     monkeypatch.setattr(Memory, "trim", trim)

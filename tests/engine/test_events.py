@@ -74,6 +74,7 @@ def test_every_kind_of_event_occurs() -> None:
     seen: set[str] = {"step_failed", "blocks_stored", "blocks_loaded"}
     seen |= {"block_demoted", "blocks_promoted", "host_block_dropped"}  # and these in tests/engine/test_floors.py
     seen |= {"blocks_passed"}  # and this in tests/engine/test_windows.py
+    seen |= {"tokens_drafted", "tokens_accepted", "blocks_rolled_back"}  # and these in tests/engine/test_drafts.py
     for seed in range(300):
         run = WorkloadRun(random_workload(seed), listeners=[lambda event: seen.add(event.name)])
         run.to_the_end()

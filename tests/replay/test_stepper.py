@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from minipaged import SamplingParams
-from minipaged.events import Event
+from minipaged.events import BlocksRolledBack, Event
 from minipaged.stepper import Recording, Storyteller
 from minipaged.testing.content_runner import Prefixes
 from tests.effort import scaled, seeds
+from tests.engine.test_drafts import Guesses
 from tests.engine.test_failure_injection import WORKLOADS, Fault, Fuse, wired
 from tests.engine.test_floors import floored
 from tests.handover.oracle import InMemory, connected_run
@@ -43,6 +44,16 @@ def test_and_where_layers_are_in_groups() -> None:
         WorkloadRun(windowed(seed), listeners=[runs[-1].append]).to_the_end()
     names = {event.name for run in runs for event in run}
     assert {"blocks_passed", "block_cached", "block_copied", "prefix_reused"} <= names
+    check_folds_agree(runs)
+
+
+def test_and_where_drafted_tokens_are_rolled_back() -> None:
+    runs: list[list[Event]] = []
+    for seed in (1, 4, 6):
+        runs.append([])
+        workload = random_workload(seed)
+        WorkloadRun(workload, drafts=Guesses(workload, seed), listeners=[runs[-1].append]).to_the_end()
+    assert any(isinstance(event, BlocksRolledBack) and event.blocks for run in runs for event in run)
     check_folds_agree(runs)
 
 

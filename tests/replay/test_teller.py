@@ -17,6 +17,7 @@ from minipaged.events import (
     BlocksLoaded,
     BlocksPassed,
     BlocksPromoted,
+    BlocksRolledBack,
     BlocksStored,
     EngineStarted,
     Event,
@@ -36,7 +37,9 @@ from minipaged.events import (
     SwappedIn,
     SwappedOut,
     TokenGenerated,
+    TokensAccepted,
     TokensComputed,
+    TokensDrafted,
 )
 from minipaged.replay.state import State
 from minipaged.replay.teller import explain, letter, tell
@@ -125,6 +128,20 @@ RUN: list[tuple[Event, str]] = [
         "No layer will see blocks 3 and 1 of sequence J again: the window has passed. What is given back leaves a hole "
         "in the table.",
     ),
+    (TokensComputed(9, 9, (4,), 0), "Sequence J needs 1 more slot: block 4 is taken from the free ones."),
+    (
+        TokensDrafted(9, (5, 6)),
+        "These may come next in sequence J: five and six. The step runs them too, and says which are right.",
+    ),
+    (
+        TokensAccepted(9, 2, 1),
+        "1 of 2 drafted tokens of sequence J stands. The step also gives the token after them.",
+    ),
+    (
+        BlocksRolledBack(9, 8, (4,)),
+        "Sequence J gives back the slots of drafted tokens that do not stand, and keeps those of 8 tokens. It lets "
+        "go of block 4, free again from now on.",
+    ),
     (BlocksFreed(9, (5, 6)), "Sequence J lets go of blocks 5 and 6, free again from now on."),
     (RequestFinished("b", "failed"), "Request b (J) has failed."),
 ]
@@ -163,6 +180,20 @@ def test_what_windows_have_passed_is_told_with_its_blocks() -> None:
     told = tell(state, BlocksPassed(0, (0,), (5,)))
     assert told is not None
     assert (told.topic, told.text, told.blocks) == ("pass", "windows have passed block 5 of A: given back", (5,))
+
+
+def test_drafts_are_told_with_what_became_of_them() -> None:
+    state = State()
+    for event in (EngineStarted(8, 0, 2, 16), RequestArrived("a", 0, (1, 2), 1), TokensComputed(0, 5, (5, 3, 1), 0)):
+        state.apply(event)
+    events = TokensDrafted(0, (7, 8)), TokensAccepted(0, 2, 0), BlocksRolledBack(0, 3, (1,)), BlocksRolledBack(0, 3, ())
+    told = [tell(state, event) for event in events]
+    assert [(each.topic, each.text, each.blocks) if each else None for each in told] == [
+        ("draft", "guessed to come next in A, and run to be verified: token 7 and token 8", ()),
+        ("accept", "0 of 2 guessed tokens of A stood, and one more token is known", ()),
+        ("roll back", "A rolls back to 3 tokens: block 1 given back", (1,)),
+        None,
+    ]
 
 
 def test_holes_are_no_blocks_in_what_is_told() -> None:

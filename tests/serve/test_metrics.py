@@ -24,7 +24,7 @@ from minipaged.engine.stats import Stats
 from minipaged.errors import InvalidRequest
 from minipaged.events import HOLE, BlocksPassed, Event, RequestPreempted
 from minipaged.outputs import RequestOutput, RequestUpdate
-from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams
+from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams, SpeculativeConfig
 from minipaged.serve.metrics import Metrics
 from minipaged.steps import StepInput
 from minipaged.testing.content_runner import ContentRunner, GivenRow
@@ -97,6 +97,14 @@ COUNTERS = {
     "minipaged:steps": (),
     "minipaged:step_seconds": (),
 }
+COUNTERS_OF_DRAFTS = {
+    "vllm:spec_decode_num_drafts": (),
+    "vllm:spec_decode_num_draft_tokens": (),
+    "vllm:spec_decode_num_accepted_tokens": (),
+    "vllm:spec_decode_num_accepted_tokens_per_pos": ("position",),
+    "minipaged:blocks_rolled_back": (),
+}
+"""Those that only an engine with drafts has."""
 GAUGES = {
     "vllm:num_requests_running": (),
     "vllm:num_requests_waiting": (),
@@ -453,6 +461,30 @@ def test_the_metrics_are_what_outputs_and_statistics_say() -> None:
     ]
 
 
+NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1)
+
+
+def test_what_became_of_drafts_is_counted_as_vllm_does() -> None:
+    server = Server(replace(CONFIG, speculative_config=NGRAM))
+    server.add(SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logit_bias={1: 100.0}), [0, 1, 1] * 3)
+    reading = server.finish()
+    stats = server.engine.stats
+    assert reading("vllm:spec_decode_num_drafts_total") == stats.num_drafts
+    assert reading("vllm:spec_decode_num_draft_tokens_total") == stats.tokens_drafted
+    assert reading("vllm:spec_decode_num_accepted_tokens_total") == stats.tokens_accepted
+    by_place = [
+        reading("vllm:spec_decode_num_accepted_tokens_per_pos_total", position=str(place)) for place in range(3)
+    ]
+    assert sum(by_place) == stats.tokens_accepted
+    assert stats.num_drafts >= by_place[0] >= by_place[1] >= by_place[2] > 0
+    assert reading("minipaged:blocks_rolled_back_total") == stats.blocks_rolled_back > 0
+    names = {name.removesuffix("_total") for name, _ in reading.values}
+    assert {*COUNTERS_OF_DRAFTS} <= names
+    assert not {*COUNTERS_OF_DRAFTS} & {name.removesuffix("_total") for name, _ in Server().finish().values}
+    # Tokens of steps: those of prompts and those generated, without refused drafts.
+    assert reading("vllm:iteration_tokens_total_sum") == 9 + 30 < stats.query_tokens
+
+
 def test_while_requests_run_wait_and_share_the_gauges_say_so() -> None:
     server = Server()
     server.add(SamplingParams(n=3, max_tokens=8, ignore_eos=True, seed=1), range(1, 9))
@@ -801,7 +833,7 @@ def test_the_table_of_the_docs_has_every_metric_with_its_labels() -> None:
     rows = re.findall(r"^\| `((?:vllm|minipaged):\w+)`([^|]*)\|", page, flags=re.MULTILINE)
     documented = {name: tuple(re.findall(r"`(\w+)`", labels)) for name, labels in rows}
     assert len(rows) == len(documented)
-    counters = {f"{name}_total": labels for name, labels in COUNTERS.items()}
+    counters = {f"{name}_total": labels for name, labels in (COUNTERS | COUNTERS_OF_DRAFTS).items()}
     assert documented == {**GAUGES, **counters, **dict.fromkeys(BUCKETS, ())}
 
 

@@ -248,6 +248,11 @@ class Watch:
                 state.apply(event)
                 self._touch(device, [block for block in event.blocks if block != HOLE])
                 self._reused(event)
+            case ev.BlocksRolledBack():
+                state.apply(event)
+                sequence = state.sequences[event.sequence]
+                self._touch(device, (*sequence.table[-sequence.num_groups :], *event.blocks))
+                self._tell(sequence.request.name)
             case ev.BlocksPassed():
                 state.apply(event)
                 self._touch(device, event.blocks)

@@ -14,7 +14,6 @@ tokenizer's.
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys

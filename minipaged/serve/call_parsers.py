@@ -82,7 +82,7 @@ FAMILIES: Mapping[ParserName, CallFamily] = {
     "mistral": CallFamily("[TOOL_CALLS]", parts=("[CALL_ID]", "[ARGS]")),
 }
 LIST = CallFamily(None, begins_bare=True)
-"""The form of an answer that must consist of calls: a JSON list (`tools.schema_of_calls`)."""
+"""The form of an answer that must consist of calls: a JSON list (`tools.schema_of_calls`). It has no content."""
 
 
 def family_name(template: str, added_tokens: Collection[str]) -> ParserName:
@@ -470,7 +470,8 @@ class CallReader:
             self._space.append(text)
 
     def _give(self, content: str) -> None:
-        if content := STAND_IN.sub("", content):
+        content = STAND_IN.sub("", content)
+        if content and self._family is not LIST:  # there it is what a limit has left of a call
             self._has_ended_in_call = False
             last = self._pieces.pop() if self._pieces and isinstance(self._pieces[-1], str) else ""
             self._pieces.append(f"{last}{content}")

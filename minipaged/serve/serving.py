@@ -362,17 +362,18 @@ def num_characters(message: Message) -> int:
 
 
 def held_to(params: SamplingParams | BeamSearchParams, schema: Json | None) -> SamplingParams | BeamSearchParams:
-    """Return the parameters with which the output is held to a JSON schema; the same ones if it is None. Raises
-    InvalidRequest."""
-    if schema is None:
-        return params
+    """Return the parameters with which the output is held to the schema of calls that it must be; the same ones if it
+    need not be a call (None). A form that was asked for is one of the other answers, so a call that must be wins over
+    it. Raises InvalidRequest if the model were to choose between the two, because a form leaves no room for a call."""
     assert isinstance(params, SamplingParams), "tools are refused with beam search"
+    if schema is not None:
+        return replace(params, structured_outputs=StructuredOutputsParams(json=schema))
     if params.structured_outputs:
         raise InvalidRequest(
-            'tool_choice asks for a call of a tool, and another field for another form of the answer; send "auto", or '
-            "leave out the other field"
+            "tools are given, and a form of the answer, which would leave no room for a call; set tool_choice to "
+            '"none" or "required", or leave out the form'
         )
-    return replace(params, structured_outputs=StructuredOutputsParams(json=schema))
+    return params
 
 
 class LocalModel(Words):

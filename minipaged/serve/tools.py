@@ -27,6 +27,8 @@ MOST_BYTES = 2**18
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 BESIDE_SCHEMAS = {"const", "default", "enum", "examples"}
 """Keys of a JSON schema whose values are data: a `$ref` in them is no reference."""
+SCHEMAS_BY_NAME = {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
+"""Keys of a JSON schema whose values map names, which may be any text, to schemas."""
 MISTRAL_ID_LENGTH = 9
 """Mistral's templates accept only ids of this length, of letters and digits."""
 
@@ -142,6 +144,8 @@ def _checked_function(function: Json, where: str) -> Json:
         parameters = {"type": "object", "properties": {}}
     if not isinstance(parameters, dict):
         raise InvalidRequest(f'{where} has the "parameters" {_told(parameters)}; they are a JSON schema, an object')
+    if (kind := parameters.get("type", "object")) != "object":
+        raise InvalidRequest(f'{where} has "parameters" of the type {_told(kind)}; arguments are an "object"')
     return {"name": name, **({"description": description} if description else {}), "parameters": parameters}
 
 
@@ -176,22 +180,34 @@ def _told(value: object) -> str:
 
 
 def _parameters(tool: Json) -> Json:
+    """Return the schema of a tool's arguments, which are an object whether it says so or not."""
     parameters: Json = tool["function"]["parameters"]
-    return parameters
+    return {"type": "object"} | parameters
 
 
-def _with_moved_references(schema: Any, root: str) -> Any:
-    """Return a JSON schema for a place within another one: its references to parts of itself begin at `root`."""
+def _with_moved_references(schema: Any, root: str, *, has_names: bool = False) -> Any:
+    """Return a JSON schema for a place within another one: its references to parts of itself begin at `root`, and it
+    has no `$id`, relative to which they would be read. `has_names`: its keys are names. Raises InvalidRequest for a
+    reference to an anchor."""
     if isinstance(schema, list):
         return [_with_moved_references(each, root) for each in schema]
     if not isinstance(schema, dict):
         return schema
     moved = {}
     for key, value in schema.items():
-        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
+        if has_names:
+            moved[key] = _with_moved_references(value, root)
+        elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            if value[1:2] not in ("", "/"):
+                raise InvalidRequest(
+                    f'tools has the "$ref" {_told(value)}, which names an anchor; name the place of the schema '
+                    'instead, as in "#/$defs/name"'
+                )
             moved[key] = root + value[1:]
-        else:
-            moved[key] = value if key in BESIDE_SCHEMAS else _with_moved_references(value, root)
+        elif key in BESIDE_SCHEMAS:
+            moved[key] = value
+        elif key != "$id":
+            moved[key] = _with_moved_references(value, root, has_names=key in SCHEMAS_BY_NAME)
     return moved
 
 

@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from minipaged.errors import InvalidRequest
+from minipaged.params import SamplingParams, StructuredOutputsParams
+from minipaged.serve.serving import held_to
 from minipaged.serve.settings import ServeSettings
 from minipaged.serve.tools import MOST_BYTES, MOST_TOOLS, Tools, tools_of
 from tests.serve.scripted import ASKS, TOOLS, Json, Script, calls_in
@@ -311,8 +314,6 @@ SCHEMA: Json = {
 
 
 def test_the_schema_of_calls_holds_the_schemas_of_the_tools() -> None:
-    import jsonschema
-
     asked = tools_of([*named("f", parameters=SCHEMA), *named("g")], "required", False)
     assert asked
     schema = asked.schema_of_calls()
@@ -336,6 +337,27 @@ def test_the_schema_of_calls_holds_the_schemas_of_the_tools() -> None:
     assert free.schema_of_calls() is None
 
 
+@pytest.mark.parametrize("within", ["properties", "patternProperties", "$defs", "definitions", "dependentSchemas"])
+@pytest.mark.parametrize("name", ["default", "enum", "const", "examples", "$id", "$ref", "properties"])
+def test_names_in_a_schema_may_be_those_of_keys(within: str, name: str) -> None:
+    parameters: Json = {"$id": "https://example.org/a", within: {name: {"$ref": "#/$defs/X"}}}
+    parameters.setdefault("$defs", {})["X"] = {"type": "integer"}
+    schema = Tools(named("f", parameters=parameters), forced=True).schema_of_calls()
+    assert schema
+    [moved] = schema["$defs"].values()
+    assert "$id" not in moved
+    assert moved[within][name] == {"$ref": "#/$defs/0/$defs/X"}
+
+
+def test_a_reference_to_an_anchor_is_refused_where_the_schema_is_moved(script: Script) -> None:
+    parameters = {"properties": {"a": {"$ref": "#foo"}}, "$defs": {"X": {"$anchor": "foo", "type": "integer"}}}
+    body = {"messages": ASKS, "tools": named("f", parameters=parameters)}
+    error = script.refused(CHAT, {**body, "tool_choice": "required"})
+    assert error["param"] == "tools"
+    assert "'#foo', which names an anchor" in error["message"]
+    assert script.answered(CHAT, body)
+
+
 def test_answers_that_must_call_are_read_as_calls(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minipaged.serve.serving.held_to", lambda params, schema: params)
     for step in STEPS:
@@ -347,3 +369,31 @@ def test_answers_that_must_call_are_read_as_calls(script: Script, monkeypatch: p
         assert (calls_in(choice), choice["finish_reason"]) == ([("f", '{"a": 1}')], "tool_calls")
         choice = script.chat('{"a": 1}', step, tool_choice=one, max_tokens=4)
         assert (calls_in(choice), choice["finish_reason"]) == ([("f", '{"a"')], "length")
+
+
+def test_arguments_are_an_object_in_every_schema_of_calls() -> None:
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        tools = tools_of(named("f", parameters={"properties": {"a": {"type": "integer"}}}), choice, None)
+        assert tools
+        schema = tools.schema_of_calls()
+        assert schema
+        validator = jsonschema.Draft202012Validator(schema)
+        assert not validator.is_valid(5)
+        assert not validator.is_valid([{"name": "f", "parameters": 5}])
+        assert validator.is_valid({"a": 1} if choice != "required" else [{"name": "f", "parameters": {"a": 1}}])
+
+
+def test_arguments_of_another_type_are_refused(script: Script) -> None:
+    error = script.refused(CHAT, {"messages": ASKS, "tools": named("f", parameters={"type": "string"})})
+    assert 'has "parameters" of the type \'string\'; arguments are an "object"' in error["message"]
+
+
+@pytest.mark.parametrize("form", [{"response_format": {"type": "json_object"}}, {"structured_outputs": {"regex": "a"}}])
+def test_a_form_is_refused_where_the_model_may_call_and_gives_way_where_it_must(script: Script, form: Json) -> None:
+    body = {"messages": ASKS, "tools": TOOLS, **form}
+    assert "would leave no room for a call" in script.refused(CHAT, body)["message"]
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    held = held_to(params, {"type": "object"})
+    assert isinstance(held, SamplingParams)
+    assert held.structured_outputs == StructuredOutputsParams(json={"type": "object"})
+    assert tools_of(TOOLS, "none", None) is None

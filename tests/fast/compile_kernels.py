@@ -431,7 +431,8 @@ def draw_entries() -> Iterator[Entry]:
         constants = options | {"TILES": tiles, "WIDTH": triton.next_power_of_2(tiles)}
         for grammar, allowed, none in (("", {}, {"allowed": None}), ("-allowed", {"allowed": "*i32"}, {})):
             yield Entry(f"tile-totals-{name}{grammar}", sampling._tile_totals, logits | allowed, options | none)
-            yield Entry(f"draw-{name}{grammar}", sampling._draw, logits | drawn | allowed, constants | none)
+            warps = {"num_warps": 8 if allowed else 4}
+            yield Entry(f"draw-{name}{grammar}", sampling._draw, logits | drawn | allowed, constants | none | warps)
     table = {"table": "*fp64", "allowed": "*i32", "table_stride": "i32", "allowed_stride": "i32"}
     yield Entry("forbid", sampling._forbid, table, {"VOCAB": 128256, "TILE": sampling.TILE, "num_warps": 8})
 

@@ -242,9 +242,10 @@ def _draw_unordered(
         *given, totals, *strides, VOCAB=vocab, TILE=DRAW_TILE, num_warps=4, enable_fp_fusion=False
     )
     token_ids = torch.empty(len(distributions), dtype=torch.int64, device=logits.device)
+    warps = 4 if allowed is None else 8  # with the bits of a grammar four warps have too few registers
     _draw[(len(distributions),)](
         *given, totals, distributions, uniforms, token_ids, *strides, VOCAB=vocab, TILE=DRAW_TILE,
-        TILES=tiles, WIDTH=triton.next_power_of_2(tiles), num_warps=4, enable_fp_fusion=False,
+        TILES=tiles, WIDTH=triton.next_power_of_2(tiles), num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
     return token_ids
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
@@ -69,7 +70,7 @@ def check(params: object) -> None:
         if value is None and NoneType in kinds:
             continue
         if wrong := _what_is_wrong(value, kinds, bounds):
-            raise InvalidRequest(f"{name} is {value!r}; {wrong}")
+            raise InvalidRequest(f"{name} is {_told(value)}; {wrong}")
         if type(value) not in kinds and (int in kinds or float in kinds):
             object.__setattr__(params, name, int(value) if int in kinds else float(value))
 
@@ -106,6 +107,17 @@ def _what_is_wrong(value: Any, kinds: tuple[Any, ...], bounds: Bounds | None) ->
     return "" if value in kinds else f"choose {', '.join(choices)} or {last}"
 
 
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 20
+
+
+def _told(value: object) -> str:
+    """Return a value for an error message, in at most about 200 characters."""
+    told = _SHORT.repr(value)
+    return told if len(told) <= 200 else told[:200] + "..."
+
+
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise InvalidRequest(message)
@@ -114,17 +126,16 @@ def _require(condition: bool, message: str) -> None:
 def _strings(name: str, given: str | Iterable[str] | None) -> tuple[str, ...]:
     """Turn one string or several into a tuple; None becomes an empty one."""
     strings = (given,) if isinstance(given, str) or not isinstance(given, Iterable | None) else tuple(given or ())
-    _require(all(isinstance(string, str) for string in strings), f"{name} is {given!r}; it must hold strings")
+    if not all(isinstance(string, str) for string in strings):
+        raise InvalidRequest(f"{name} is {_told(given)}; it must hold strings")
     return strings
 
 
 def _tokens(name: str, given: Iterable[int] | None) -> tuple[int, ...]:
     """Turn token ids, of any integer type, into a tuple of ints; None becomes an empty one."""
     tokens = tuple(given) if isinstance(given, Iterable) else () if given is None else (given,)
-    _require(
-        isinstance(given, Iterable | None) and all(map(_is_whole, tokens)),
-        f"{name} is {given!r}; token ids are whole numbers",
-    )
+    if not (isinstance(given, Iterable | None) and all(map(_is_whole, tokens))):
+        raise InvalidRequest(f"{name} is {_told(given)}; token ids are whole numbers")
     return tuple(map(int, tokens))
 
 
@@ -141,7 +152,9 @@ def _biases(given: Mapping[int, float] | Iterable[tuple[int, float]] | None) -> 
     try:
         pairs = dict(given or ())
     except (TypeError, ValueError):
-        raise InvalidRequest(f"logit_bias is {given!r}; it must map tokens to numbers, as in {{42: -100.0}}") from None
+        raise InvalidRequest(
+            f"logit_bias is {_told(given)}; it must map tokens to numbers, as in {{42: -100.0}}"
+        ) from None
     for token, bias in pairs.items():
         _require(_is_whole(token), f"logit_bias has the key {token!r}; token ids are whole numbers")
         _require(
@@ -179,6 +192,8 @@ def _knows_vllms_arguments(not_here: Mapping[str, NotHere]) -> Callable[[type[De
 
 MOST_GRAMMAR_CHARACTERS = 2**18
 """The longest schema, regex, list of choices or grammar."""
+MOST_WHITESPACE_CHARACTERS = 1000
+"""The longest `whitespace_pattern`."""
 
 
 @_knows_vllms_arguments(STRUCTURED_OUTPUTS_ARGUMENTS)
@@ -210,7 +225,8 @@ class StructuredOutputsParams:
         check(self)
         for name in ("json", "regex", "grammar", "whitespace_pattern"):
             value = getattr(self, name)
-            _require(value is None or isinstance(value, str), f"{name} is {value!r}; it must be a text")
+            if not (value is None or isinstance(value, str)):
+                raise InvalidRequest(f"{name} is {_told(value)}; it must be a text")
         forms = ("json", "regex", "choice", "grammar", "json_object")
         given = [name for name in forms if getattr(self, name) not in (None, False)]
         _require(
@@ -224,6 +240,11 @@ class StructuredOutputsParams:
             f"disable_any_whitespace and whitespace_pattern are about JSON, and {given[0]} is given; leave them out",
         )
         _require(
+            len(self.whitespace_pattern or "") <= MOST_WHITESPACE_CHARACTERS,
+            f"whitespace_pattern has {len(self.whitespace_pattern or ''):,} characters; {MOST_WHITESPACE_CHARACTERS:,} "
+            "are the most: give a shorter one",
+        )
+        _require(
             self.num_characters <= MOST_GRAMMAR_CHARACTERS,
             f"structured_outputs has {self.num_characters:,} characters of {given[0]}; {MOST_GRAMMAR_CHARACTERS:,} are "
             "the most: give a smaller one",
@@ -231,8 +252,9 @@ class StructuredOutputsParams:
 
     @property
     def num_characters(self) -> int:
-        """The length of the given form."""
-        return sum(map(len, (self.json or "", self.regex or "", self.grammar or "", *(self.choice or ()))))
+        """The length of the given form, with its whitespace_pattern."""
+        texts = (self.json, self.regex, self.grammar, self.whitespace_pattern, *(self.choice or ()))
+        return sum(len(text or "") for text in texts)
 
 
 def _json_text(schema: Mapping[str, Any]) -> str:
@@ -319,11 +341,11 @@ class SamplingParams:
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
             f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}",
         )
-        _require(
-            isinstance(self.structured_outputs, StructuredOutputsParams | None),
-            f"structured_outputs is {self.structured_outputs!r}; give StructuredOutputsParams, as in "
-            'StructuredOutputsParams(choice=["yes", "no"])',
-        )
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise InvalidRequest(
+                f"structured_outputs is {_told(self.structured_outputs)}; give StructuredOutputsParams, as in "
+                'StructuredOutputsParams(choice=["yes", "no"])'
+            )
         _require(
             self.structured_outputs is None or not self.min_tokens,
             f"min_tokens is {self.min_tokens}, and structured_outputs says where the output may end; leave one of them "

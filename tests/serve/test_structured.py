@@ -148,6 +148,31 @@ def test_what_cannot_be_done_is_a_400_with_the_reason(
     assert len(error["message"]) < 1500
 
 
+def test_a_whitespace_pattern_is_counted_and_short() -> None:
+    form = StructuredOutputsParams(json="{}", whitespace_pattern=" " * 1000)
+    assert form.num_characters == 1002
+    with pytest.raises(InvalidRequest, match=r"whitespace_pattern has 1,001 characters; 1,000 are the most"):
+        StructuredOutputsParams(json_object=True, whitespace_pattern=" " * 1001)
+
+
+@pytest.mark.parametrize(
+    "large",
+    [{"a": "x" * 10**6}, ["x" * 10**6, 3], [["x"] * 10**5], -(10**1000)],
+    ids=lambda value: type(value).__name__,
+)
+def test_refusals_do_not_repeat_a_large_value(large: Any) -> None:
+    for name in ("regex", "grammar", "whitespace_pattern", "choice", "disable_any_whitespace"):
+        if name != "choice" or not isinstance(large, dict):
+            with pytest.raises(InvalidRequest, match=f"^{name} is") as caught:
+                StructuredOutputsParams(**{"json": "{}", name: large})
+            assert len(str(caught.value)) < 400
+    for name in ("stop", "bad_words", "structured_outputs", "n"):
+        if name not in ("stop", "bad_words") or not isinstance(large, dict):
+            with pytest.raises(InvalidRequest, match=f"^{name} is") as caught:
+                SamplingParams(**{name: large})
+            assert len(str(caught.value)) < 400
+
+
 # --- Compiled beside the loop ---------------------------------------------------------------------
 
 FORM = StructuredOutputsParams(choice=CHOICES)

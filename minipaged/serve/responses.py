@@ -2,8 +2,9 @@
 
 A stream has OpenAI's events in OpenAI's order. `response.created` and `response.in_progress` come first. Then each item
 is added, grows by deltas, and is done; a message has one content part, which is added and done within it. The last
-event is `response.completed`, `response.incomplete` (`max_output_tokens` was reached) or `response.failed`, and has the
-whole response. Every event has the next `sequence_number`. A whole answer is the items of such a stream.
+event is `response.completed`, `response.incomplete` (`max_output_tokens` was reached, or a stop string cut a call) or
+`response.failed`, and has the whole response. Every event has the next
+`sequence_number`. A whole answer is the items of such a stream.
 
 Log-probabilities, and the fields of the request that a response repeats, are in several events. They are encoded once.
 """
@@ -231,7 +232,12 @@ class ResponseAnswer:
         return "completed" if is_whole else "incomplete"
 
     def _status(self) -> str:
-        return {"stop": "completed", "length": "incomplete"}.get(self._reason or "", "failed")
+        return self._status_of_last() if self._reason in ("stop", "length") else "failed"
+
+    @property
+    def _incomplete_details(self) -> Json:
+        """The reason why the response is incomplete. OpenAI has none for a call that a stop string cut."""
+        return {"reason": "max_output_tokens"} if self._reason == "length" else {}
 
     def _response(self, status: str, error: Json | None = None) -> Json:
         ended = status != "in_progress"
@@ -244,7 +250,7 @@ class ResponseAnswer:
             "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "error": error,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": self._incomplete_details if status == "incomplete" else None,
             "model": self.model,
             "output": self._items.all,
             "usage": self._usage() if ended else None,

@@ -262,11 +262,11 @@ print(f"{sum(sizes) / len(sizes):.0f} in the mean")
 assert len(first.begun) == len(tables) == 256
 assert everything > 25_000
 assert max(sizes) < 2048
-assert len(encode(RunStep(StepInput(number=50)))) == 27  # no table grows: that all go on needs no words
+assert len(encode(RunStep(StepInput(number=50)))) == 28  # no table grows: that all go on needs no words
 
 # %% [markdown]
 # A table grows when its last block is full, so in a step one sequence in 16 has something to tell, more or less. Where
-# none has, the message is 27 bytes long, and says little more than the number of the step.
+# none has, the message is 28 bytes long, and says little more than the number of the step.
 #
 # ## Real processes
 #

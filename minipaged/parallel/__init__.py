@@ -8,7 +8,7 @@
 
 Only the driver makes decisions. A block has one number, under which each worker stores the part of its own heads. Like
 every runner (`steps.py`), workers receive only the changes of the block tables. A step in which all sequences continue
-is therefore a message of 27 bytes for any number of sequences. (With stages it also contains the tokens of the lane's
+is therefore a message of 28 bytes for any number of sequences. (With stages it also contains the tokens of the lane's
 previous step.)
 
     messages.py   the messages between driver and workers

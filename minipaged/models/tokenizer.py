@@ -355,7 +355,7 @@ def _check_tools_are_mentioned(template: str, messages: Sequence[Message], tools
     """Raise InvalidRequest if the template would leave out the tools, or calls of them, without a word."""
     way_out = (
         "give one that does: chat_template in Python, --chat-template FILE for a server; "
-        "docs/templates/chatml_tools.jinja is one for models with ChatML, such as SmolLM2"
+        "docs/assets/chatml_tools.jinja is one for models with ChatML, such as SmolLM2"
     )
     if tools and "tools" not in template:
         raise InvalidRequest(f"tools are given, and the model's chat template does not mention them; {way_out}")

@@ -25,7 +25,7 @@ from tests.serve.harness import run
 from tests.tiny_model import write_byte_tokenizer
 
 Json = dict[str, Any]
-TEMPLATE = (Path(__file__).parent.parent.parent / "docs" / "templates" / "chatml_tools.jinja").read_text()
+TEMPLATE = (Path(__file__).parent.parent.parent / "docs" / "assets" / "chatml_tools.jinja").read_text()
 TOOLS: list[Json] = [
     {"type": "function", "function": {"name": name, "description": "it", "parameters": {"type": "object"}}}
     for name in ("f", "g")

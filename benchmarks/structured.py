@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jsonschema.validators import validator_for  # type: ignore[import-untyped]
+from jsonschema.validators import validator_for
 
 from minipaged import LLM, SamplingParams, StructuredOutputsParams
 from minipaged.errors import InvalidRequest

@@ -44,7 +44,7 @@ from minipaged.setup.settings import GivenSettings, Settings, takes_settings
 
 Result = TypeVar("Result")
 COMPILE_S = 10
-"""Seconds within which a request's grammar must be compiled. The library's own limits end nearly all within one."""
+"""Seconds within which a request's grammar must be compiled, the wait for a thread included."""
 LONG_TEXT = 2_000
 """Length in characters above which a text is tokenized in a thread, because it would block the event loop too long."""
 

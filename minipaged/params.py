@@ -168,7 +168,7 @@ MOST_LOGPROB_TOKENS = 128
 """vLLM's limit on the length of `SamplingParams.logprob_token_ids`."""
 
 
-Described = TypeVar("Described")
+Described = TypeVar("Described", "SamplingParams", "StructuredOutputsParams")
 
 
 def _knows_vllms_arguments(not_here: Mapping[str, NotHere]) -> Callable[[type[Described]], type[Described]]:
@@ -178,13 +178,13 @@ def _knows_vllms_arguments(not_here: Mapping[str, NotHere]) -> Callable[[type[De
     """
 
     def knowing(cls: type[Described]) -> type[Described]:
-        make, own = cls.__init__, [each.name for each in fields(cls)]  # type: ignore[arg-type]  # it is a dataclass
+        make, own = cls.__init__, [each.name for each in fields(cls)]
 
         @wraps(make)
         def init(self: Described, *values: Any, **given: Any) -> None:
             make(self, *values, **take_own(f"{cls.__name__}()", given, not_here, own))
 
-        cls.__init__ = init  # type: ignore[assignment]  # the fields' own parameters stay its signature
+        cls.__init__ = init  # type: ignore[method-assign]  # the fields' own parameters stay its signature
         return cls
 
     return knowing

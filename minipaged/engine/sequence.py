@@ -76,6 +76,8 @@ class SequenceState:
     """The lane of its request."""
     salt: int = 0
     """The number of its request's salt; 0 without one (`block_hashes.salt_number`)."""
+    salted_tokens: list[int] = field(default_factory=list)
+    """What `key_tokens` has returned; `tokens` are only ever appended to."""
     cumulative_logprob: float = 0.0
     logprobs: list[dict[int, float]] | None = None
     """Log-probabilities reported for each output token; None unless the request wants them."""
@@ -106,7 +108,11 @@ class SequenceState:
     @property
     def key_tokens(self) -> Sequence[int]:
         """The tokens by which its blocks are named, here and elsewhere: `tokens`, with the salt in the first one."""
-        return salted(self.tokens, self.salt) if self.salt else self.tokens
+        if not self.salt:
+            return self.tokens
+        known = self.salted_tokens
+        known += self.tokens[len(known) :] if known else salted(self.tokens, self.salt)
+        return known
 
     @property
     def entries(self) -> Sequence[int]:

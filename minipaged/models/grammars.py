@@ -142,18 +142,17 @@ class CompiledGrammar:
     ) -> None:
         """`make`: compiles it (`GrammarCompiler._compile`)."""
         self._make = make
-        self._matcher, self._first = _on_a_large_stack(make)
+        self._matcher, self.first = _on_a_large_stack(make)
         self._generation = 0
         self._lock = Lock()
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._special = special_token_ids
 
     def begin(self, final_token_ids: Collection[int]) -> GrammarState:
         """Return the state of an empty output. The special tokens among `final_token_ids` may end the output wherever
         the grammar may end."""
         ends = sum(1 << token for token in final_token_ids if token in self._special)
-        matcher, generation = self.copied()
-        return GrammarState(self, matcher, generation, self._first, self._vocab_size, ends)
+        return GrammarState(self, ends)
 
     def copied(self, failed: int | None = None) -> tuple[LLMatcher, int]:
         """Return a copy of the state at the beginning, and its generation: a later one than `failed`."""
@@ -167,25 +166,24 @@ class CompiledGrammar:
 class GrammarState:
     """The state of one sequence's output in its grammar (`engine.sequence.SequenceGrammar`)."""
 
-    __slots__ = ("_ends", "_generation", "_grammar", "_matcher", "_tokens", "_vocab_size", "bits")
+    __slots__ = ("_ends", "_generation", "_grammar", "_matcher", "_tokens", "bits")
 
-    def __init__(
-        self, grammar: CompiledGrammar, matcher: LLMatcher, generation: int, allowed: int, vocab_size: int, ends: int
-    ) -> None:
-        """`allowed`, `ends`: sets of tokens as bits of an integer. In `allowed`, the bit just beyond the vocabulary
-        says whether the output may end."""
+    def __init__(self, grammar: CompiledGrammar, ends: int) -> None:
+        """`ends`: the tokens that may end the output, as bits of an integer."""
         self._grammar = grammar
-        self._matcher, self._generation = matcher, generation
+        self._matcher, self._generation = grammar.copied()
         self._tokens: list[int] = []
-        self._vocab_size = vocab_size
         self._ends = ends
-        self.bits = self._row(allowed)
+        self.bits = self._row(grammar.first)
 
     def _row(self, allowed: int) -> bytes:
-        if allowed >> self._vocab_size & 1:
+        """Return the row of a set of tokens as bits of an integer, in which the bit just beyond the vocabulary says
+        whether the output may end."""
+        vocab_size = self._grammar.vocab_size
+        if allowed >> vocab_size & 1:
             allowed |= self._ends
-        allowed &= (1 << self._vocab_size) - 1
-        return allowed.to_bytes((self._vocab_size + 31) // 32 * 4, "little")
+        allowed &= (1 << vocab_size) - 1
+        return allowed.to_bytes((vocab_size + 31) // 32 * 4, "little")
 
     def consume(self, token_id: int) -> bool:
         tokens = [*self._tokens, token_id]
@@ -198,7 +196,7 @@ class GrammarState:
             raise RequestFailed(f"structured_outputs cannot be followed any further: {words}")
         self._tokens.append(token_id)
         self.bits = self._row(allowed)
-        return not self._ends and allowed == 1 << self._vocab_size
+        return not self._ends and allowed == 1 << self._grammar.vocab_size
 
     def _after(self, token_ids: list[int]) -> int:
         """Step on by these tokens; returns what may come next, as bits. On failure the matcher is in error."""
@@ -209,15 +207,16 @@ class GrammarState:
     def fork(self) -> GrammarState:
         copy = GrammarState.__new__(GrammarState)
         copy._grammar, copy._matcher, copy._generation = self._grammar, self._matcher.deep_copy(), self._generation
-        copy._tokens = list(self._tokens)
-        copy._vocab_size, copy._ends, copy.bits = self._vocab_size, self._ends, self.bits
+        copy._tokens, copy._ends, copy.bits = list(self._tokens), self._ends, self.bits
         return copy
 
 
 HARMLESS_CHARACTERS = 20_000
+"""The longest schema that is not tried first for its length alone."""
 SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")
 """Characters that have a meaning in regular expressions."""
 RISKY = re.compile(r'"(pattern|patternProperties|propertyNames|multipleOf|allOf|format)"|\\u')
+"""Keys of a schema that can make compiling long, also as they may be hidden (`\\u0070attern`)."""
 
 
 def _may_be_hostile(form: StructuredOutputsParams) -> bool:

@@ -72,7 +72,7 @@ def test_equal_names_mean_equal_tokens_and_equal_salts(
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1)))
 def test_without_a_salt_names_are_as_they_were(tokens: list[int]) -> None:
-    """So blocks that earlier versions have stored are found, and other engines' hashes mean the same."""
+    """Digests of tokens without a salt are those of earlier versions, whose blocks are found by them."""
     assert salted(tokens, 0) is tokens
     assert token_bytes(tokens) == array("q", tokens).tobytes()
 
@@ -283,7 +283,7 @@ def handed_over(seed: int) -> WorkloadRun:
 
 
 def with_a_disk(seed: int) -> WorkloadRun:
-    """The same with a disk below the host floor."""
+    """A run with a disk below the host floor."""
     disk, prefixes = DiskInMemory(floored(seed).config.block_size), Prefixes()
     made = [disk_run(seed, disk, prefixes, salts=salts) for salts in (-1 - seed, seed)]
     run(made[0])

@@ -299,8 +299,8 @@ def with_grammars(mirror: Mirror, _inputs: Callable[[Mirror], Any] = Mirror.samp
 
 
 def serve(engine: Engine, case: Case, rng: random.Random) -> None:
-    """As many short requests as a batch holds, at once; two that draw; then random ones, some of which begin as others
-    do. An odd seed stands for a grammar (`with_grammars`)."""
+    """Serve as many short requests as a batch holds, at once; two that draw; then random ones, some of which begin as
+    others do. An odd seed stands for a grammar (`with_grammars`)."""
     for temperature, number in ((0.0, max(2, case.max_num_seqs)), (0.7, 2)):
         for seed in range(number):
             engine.add_request([1], SamplingParams(temperature=temperature, seed=seed, max_tokens=3))

@@ -46,7 +46,7 @@ def inputs(params: list[SamplingParams] = EVERY_WAY, each: int = 5) -> list[Samp
 
 
 def in_grammars(wanted: list[SamplingInput]) -> list[SamplingInput]:
-    """The same inputs; two of three may choose among half of the tokens."""
+    """Give two of three inputs a grammar: they may choose among half of the tokens."""
     bits = np.random.default_rng(2).integers(0, 2**32, (len(wanted), -(-VOCAB // 32)), dtype=np.uint32)
     return [replace(one, allowed=bits[i] if i % 3 else None) for i, one in enumerate(wanted)]
 

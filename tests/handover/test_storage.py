@@ -96,7 +96,7 @@ def test_a_block_of_another_salt_under_its_name_is_not_taken(tmp_path: Path, mon
 
 
 def test_the_files_of_blocks_without_a_salt_are_named_and_sealed_as_ever(stored: SharedStorageConnector) -> None:
-    """So a folder that an earlier version has filled is not lost."""
+    """Names of files are those of earlier versions, so a folder that one of them has filled is not lost."""
     assert [path.name for path in files(stored)] == NAMES
     assert [path.read_bytes()[:4].hex() for path in files(stored)] == SEALS
 

@@ -104,7 +104,7 @@ COUNTERS_OF_DRAFTS = {
     "vllm:spec_decode_num_accepted_tokens_per_pos": ("position",),
     "minipaged:blocks_rolled_back": (),
 }
-"""Those that only an engine with drafts has."""
+"""Metrics that only an engine with drafts has."""
 GAUGES = {
     "vllm:num_requests_running": (),
     "vllm:num_requests_waiting": (),

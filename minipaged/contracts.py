@@ -253,6 +253,8 @@ class StepResult(NamedTuple):
     prompt_logprobs: Mapping[int, Sequence[Sampled]] = {}
     """Log-probabilities of prompt tokens, by sequence, if `SamplingParams.prompt_logprobs` asks for them: an entry for
     each prompt token that follows one of the row's query tokens. They too may be fetched only when first read."""
+    drafted: Mapping[int, tuple[int, ...]] = {}
+    """By sequence, the tokens that the runner's draft model has guessed for a row of TO_DRAFT."""
 
 
 def num_standing(drafted: Sequence[int], choices: Sequence[Sampled]) -> int:
@@ -349,7 +351,8 @@ class Draft:
     """Tokens that were guessed for the end of one sequence, and all that is needed to verify them."""
 
     token_ids: Sequence[int]
-    """[k], the drafted tokens; there may be none."""
+    """[k], the drafted tokens; there may be none. Or [k + 1]: the last is a guess for the token after them, and has not
+    been run."""
     inputs: Sequence[SamplingInput]
     """[k + 1]. Input i chooses the token after the first i drafted tokens: its output ends with them, and its row is
     the one after them."""
@@ -446,6 +449,10 @@ class BeamSearch(ABC):
         step there is one beam, the prompt; later the beams are the survivors of the step before.
         """
 
+
+VerifyFunction = Callable[[Logits, Sequence[Draft], Sequence[Logits] | None], Sequence[Sequence[Sampled]]]
+"""Chooses the tokens that stand of each draft, and one more; the last argument has a row of logits for each drafted
+token, from which a draft model has drawn it (`reference/speculation.py`)."""
 
 SampleFunction = Callable[[Logits, Sequence[SamplingInput]], Sequence[Sampled]]
 """Chooses one token for each input. The token depends on its own input alone, not on the other inputs or their order.

@@ -274,7 +274,7 @@ class BlocksPassed(Event):
 @dataclass(frozen=True, slots=True)
 class TokensDrafted(Event):
     """These tokens are guessed to come next in the sequence. Its step runs them, to verify them; they get
-    slots next."""
+    slots next. (If a draft model guesses them, in that step, they have their slots already.)"""
 
     name: ClassVar[str] = "tokens_drafted"
     sequence: int

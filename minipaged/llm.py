@@ -92,6 +92,7 @@ class LLM:
         own = [each.name for each in fields(Settings)]
         asked = Settings(**take_own("LLM()", settings, LLM_ARGUMENTS, own))
         policy = policy_named(asked.scheduling_policy)  # raises its errors before anything is loaded
+        is_shared = isinstance(model, LoadedModel)
         if isinstance(model, LoadedModel):
             asked = model.settled(asked)
             loaded = model
@@ -102,9 +103,9 @@ class LLM:
             check = partial(check_for_model, asked)
             loaded = LoadedModel.load(model, *where, *sizes, asked.worker_timeout, asked.max_model_len, check)
         try:
-            self._begin(loaded, asked, policy, listeners, host_sharers)
+            self._begin(loaded.with_draft_model(asked), asked, policy, listeners, host_sharers)
         except BaseException:
-            if loaded is not model:  # it is used nowhere else, and it may have worker processes
+            if not is_shared:  # it is used nowhere else, and it may have worker processes
                 loaded.close()
             raise
         # Python's garbage collector traverses all objects again and again: hundreds of thousands, nearly all of which
@@ -129,7 +130,7 @@ class LLM:
         loaded = replace(loaded, config=loaded.config.up_to(asked.max_model_len))
         self.config = engine_config(asked, loaded, host_sharers)
         try:
-            runner = loaded.tier.make_runner(loaded.config, loaded.weights, self.config)
+            runner = loaded.make_runner(self.config)
         except MemoryError as error:
             num_blocks, num_swap_blocks = self.config.num_blocks, self.config.num_swap_blocks
             size = (num_blocks + num_swap_blocks) * loaded.block_bytes(

@@ -114,6 +114,10 @@ class Rows:
         self.num_query_tokens = sum([row.num_tokens for row in self._rows])
         self.num_context_tokens = sum([row.stop for row in self._rows])
 
+    def fill_in(self, drafted: Mapping[int, tuple[int, ...]]) -> None:
+        """Put guessed tokens, given by sequence, in the place of TO_DRAFT."""
+        self._rows = [row._replace(drafted=drafted.get(row.sequence, row.drafted)) for row in self._rows]
+
     def __len__(self) -> int:
         return len(self._rows)
 
@@ -162,6 +166,12 @@ class Mirror:
             self._note_prompts()
         if self._needs_tokens:  # the engine has already waited for these tokens
             self._settle(keep=0)
+
+    def fill_in(self, drafted: Mapping[int, tuple[int, ...]]) -> None:
+        """Put the tokens that a draft model has guessed, given by sequence, in the place of TO_DRAFT."""
+        if drafted:
+            self.rows.fill_in(drafted)
+            self._note_choices()
 
     def chosen(self, choices: Sequence[Sampled]) -> None:
         """Take the choices of the step applied last. They are read only when they are needed."""

@@ -17,6 +17,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from functools import cache, wraps
 from numbers import Integral, Real
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -440,9 +441,12 @@ class SpeculativeConfig:
     """Which tokens to draft, and how many. Raises InvalidRequest for a value out of range."""
 
     method: str
-    """How to draft: "ngram", which looks the latest tokens of a sequence up among its earlier ones."""
+    """How to draft: "ngram" looks the latest tokens of a sequence up among its earlier ones; "draft_model" lets a smaller
+    model guess."""
     num_speculative_tokens: int = setting(at_least=1, at_most=128)
     """Maximum number of tokens to draft for a sequence in a step; fewer where fewer pay."""
+    model: str | None = None
+    """The draft model: a known name, a local folder, a .gguf file or a hub id. It has the model's tokenizer."""
     prompt_lookup_max: int | None = setting(None, at_least=1, at_most=64)
     """Largest number of tokens to look up; by default `prompt_lookup_min`, or 5 if that is not given either."""
     prompt_lookup_min: int | None = setting(None, at_least=1, at_most=64)
@@ -452,9 +456,16 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        _require(self.method in _METHODS, f"method is {self.method!r}; choose {' or '.join(map(repr, _METHODS))}")
+        if self.method == "ngram" and self.model in ("ngram", "[ngram]"):  # as older versions of vLLM have it
+            object.__setattr__(self, "model", None)
         _require(
-            self.method == "ngram",
-            f'method is {self.method!r}; choose "ngram": there is no other way to draft yet, no draft model either',
+            (self.method == "draft_model") == (self.model is not None),
+            f"method is {self.method!r} and model is {self.model!r}; 'draft_model' and a model go together",
+        )
+        _require(
+            self.model is None or (self.prompt_lookup_max, self.prompt_lookup_min) == (None, None),
+            "prompt_lookup_max and prompt_lookup_min are for the method 'ngram'; leave them out",
         )
         shortest, longest = self.lengths
         _require(
@@ -483,11 +494,16 @@ class SpeculativeConfig:
                 key in own or key in SPECULATIVE_KEYS,
                 f"speculative_config has the key {key!r}, which is unknown here; it may have {', '.join(own)}",
             )
+        if isinstance(given.get("model"), Path):
+            given = {**given, "model": str(given["model"])}
+        if "method" not in given and "model" in given:  # vLLM's default
+            given = {**given, "method": "draft_model"}
         for key in ("method", "num_speculative_tokens"):
             _require(key in given, f'speculative_config has no {key}; give it, as in {{"{key}": {_EXAMPLES[key]}}}')
         return cls(**take_own("speculative_config", given, SPECULATIVE_KEYS, own))
 
 
+_METHODS = ("ngram", "draft_model")
 DEFAULT_LOOKUP = 5
 _EXAMPLES = {"method": '"ngram"', "num_speculative_tokens": "4"}
 
@@ -524,13 +540,19 @@ class EngineSettings:
     """Fill freed and new blocks with NaN and check every invariant after every step."""
 
 
-def check_speculation(asked: SpeculativeConfig | None, async_scheduling: bool | None) -> None:
-    """Raise InvalidRequest if both are asked for."""
+def check_speculation(settings: EngineSettings, asked: SpeculativeConfig | None, async_scheduling: bool | None) -> None:
+    """Raise InvalidRequest if `asked` cannot be used with the other settings."""
     _require(
         not (asked and async_scheduling),
-        "speculative_config and async_scheduling are both given, and do not work together yet: what a step verifies "
-        "must be known before the next one is planned; leave one of them out",
+        "speculative_config and async_scheduling are both given, and do not work together: what a step verifies must "
+        "be known before the next one is planned; leave one of them out",
     )
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        _require(
+            asked is None or asked.model is None or getattr(settings, name) == 1,
+            f"speculative_config names a draft model and {name} is {getattr(settings, name)}; a draft model works for "
+            "models of one rank, so leave one of them out, or draft with the method 'ngram'",
+        )
 
 
 def no_drafts_with(windows: Iterable[int | None]) -> str:
@@ -592,7 +614,7 @@ class EngineConfig(EngineSettings):
     def __post_init__(self) -> None:
         check(self)
         check_tiers(self, self.num_swap_blocks == 0)
-        check_speculation(self.speculative_config, self.async_scheduling)
+        check_speculation(self, self.speculative_config, self.async_scheduling)
         _require(not (self.speculative_config and self.has_windows), no_drafts_with(self.group_windows))
         _require(
             not (self.kv_cache_tiers and self.has_windows),

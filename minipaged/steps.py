@@ -28,6 +28,8 @@ CopyPair = tuple[int, int]
 
 LOGITS = -1
 """The value of `Row.num_choices` for a row that returns its logits and chooses no token."""
+TO_DRAFT = -1
+"""In `Row.drafted`: a token that the runner's draft model is to guess."""
 
 
 class BlockMoves(NamedTuple):
@@ -136,8 +138,8 @@ class Row(NamedTuple):
     """The number of tokens to choose after the last query token: 1; `n` after a prompt that forks; 0 if later steps run
     more of the prompt (or of dropped tokens) first; or LOGITS."""
     drafted: tuple[int, ...] = ()
-    """The last query tokens, where these were guessed. Then one more token is chosen after each of them, and
-    `num_choices` is 1. Only the choices up to the first that is not the drafted token count
+    """The last query tokens, where these are guesses (or TO_DRAFT). Then one more token is chosen after each of them,
+    and `num_choices` is 1. Only the choices up to the first that is not the drafted token count
     (`contracts.num_standing`)."""
 
     @property

@@ -30,7 +30,7 @@ class NotHere:
 _NO_LORA = "merge the adapter into the weights, and load those"
 _NO_IMAGES = "models here read and write text only; leave it out"
 _IN_SPECULATIVE_CONFIG = "give it in speculative_config, which is a dict"
-_NO_DRAFT_MODEL = "there is no draft model yet; the method 'ngram' drafts from the request's own tokens"
+_AS_THE_MODEL = "the draft model runs as the model does; leave it out"
 _NO_REVISIONS = "a hub id means its newest revision; download the one you want, and give its folder as model"
 _GRAPHS = "the device decides whether CUDA graphs are used, and there is no switch; leave it out"
 
@@ -72,7 +72,7 @@ LLM_ARGUMENTS: dict[str, NotHere] = {
     "convert": NotHere("models here only generate text", ("auto", "none")),
     "enable_lora": NotHere(_NO_LORA, (False,)),
     "spec_method": NotHere(_IN_SPECULATIVE_CONFIG),
-    "spec_model": NotHere(_NO_DRAFT_MODEL),
+    "spec_model": NotHere(_IN_SPECULATIVE_CONFIG),
     "spec_tokens": NotHere(_IN_SPECULATIVE_CONFIG),
     "limit_mm_per_prompt": NotHere(_NO_IMAGES),
     "mm_processor_kwargs": NotHere(_NO_IMAGES),
@@ -112,12 +112,11 @@ SAMPLING_ARGUMENTS: dict[str, NotHere] = {
 """Arguments of vLLM's `SamplingParams`."""
 
 SPECULATIVE_KEYS: dict[str, NotHere] = {
-    "model": NotHere(_NO_DRAFT_MODEL, (None, "ngram", "[ngram]")),
-    "draft_tensor_parallel_size": NotHere(_NO_DRAFT_MODEL),
-    "quantization": NotHere(_NO_DRAFT_MODEL),
-    "max_model_len": NotHere(_NO_DRAFT_MODEL),
-    "revision": NotHere(_NO_DRAFT_MODEL),
-    "code_revision": NotHere(_NO_DRAFT_MODEL),
+    "draft_tensor_parallel_size": NotHere(_AS_THE_MODEL, (None, 1)),
+    "quantization": NotHere(_AS_THE_MODEL),
+    "max_model_len": NotHere(_AS_THE_MODEL),
+    "revision": NotHere(_NO_REVISIONS),
+    "code_revision": NotHere("code that comes with a model is never run; leave it out"),
     "speculative_token_tree": NotHere("a draft is one sequence of tokens; leave it out"),
 }
 """Keys of vLLM's `speculative_config`."""

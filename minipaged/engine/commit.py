@@ -9,7 +9,7 @@ request and no other.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
 from minipaged.contracts import BeamSearch, BeamStep, Sampled, num_standing
@@ -30,6 +30,7 @@ from minipaged.events import (
     SequenceFinished,
     TokenGenerated,
     TokensAccepted,
+    TokensDrafted,
 )
 from minipaged.outputs import RequestUpdate
 from minipaged.params import SamplingParams
@@ -95,7 +96,7 @@ class Committer:
         if not scheduled.completes or request.state is RequestState.FINISHED:
             self._publish(step, scheduled)
         elif scheduled.drafts:
-            self._commit_drafted(request, scheduled, choices)
+            self._commit_drafted(request, scheduled, choices, step.result.drafted)
         elif request.beam_search is None:
             for (sequence, _), choice in zip(scheduled.work, choices, strict=False):  # n choices for a prompt's row
                 if choice.error and sequence.finish_reason is None:
@@ -159,15 +160,24 @@ class Committer:
                 self._commit_token(request, sequence, choice)
         self.report(request)
 
-    def _commit_drafted(self, request: Request, scheduled: ScheduledRequest, choices: list[Sampled]) -> None:
-        """Append the drafted tokens that stand, and one more, to each sequence; give back the slots of the others."""
+    def _commit_drafted(
+        self,
+        request: Request,
+        scheduled: ScheduledRequest,
+        choices: list[Sampled],
+        by_runner: Mapping[int, tuple[int, ...]],
+    ) -> None:
+        """Append the drafted tokens that stand, and one more, to each sequence; give back the slots of the others.
+        `by_runner`: by sequence, the tokens that the runner's draft model has guessed."""
         own, first = list[tuple[SequenceState, int, list[Sampled]]](), 0
         for sequence, _ in scheduled.work:
-            drafted = scheduled.drafted(sequence)
+            drafted = by_runner.get(sequence.sequence_id, scheduled.drafted(sequence))
             chosen = choices[first : first + len(drafted) + 1]
             num_accepted = num_standing(drafted, chosen)
             if chosen[num_accepted].error and sequence.finish_reason is None:
                 raise BadLogits(chosen[num_accepted].error)
+            if sequence.sequence_id in by_runner and self._emit.heard:
+                self._emit(TokensDrafted(sequence.sequence_id, drafted))
             own.append((sequence, len(drafted), chosen[: num_accepted + 1]))
             first += len(chosen)
         for sequence, num_drafted, chosen in own:

@@ -14,6 +14,7 @@ from minipaged.engine.prompt_lookup import PromptLookup
 from minipaged.engine.sequence import Request, SequenceState
 from minipaged.events import Emit, TokensDrafted
 from minipaged.params import SpeculativeConfig
+from minipaged.steps import TO_DRAFT
 
 
 class Drafts:
@@ -54,7 +55,7 @@ class Drafts:
                     drafted = ()
                 if drafted:
                     drafts[sequence.sequence_id] = drafted
-                    if emit.heard:
+                    if emit.heard and TO_DRAFT not in drafted:  # those are known at the commit
                         emit(TokensDrafted(sequence.sequence_id, drafted))
                     blocks.append(sequence, len(drafted))
                 else:
@@ -65,8 +66,20 @@ class Drafts:
         return Plan(parts, plan.lane)
 
 
+class ModelDrafts(Drafts):
+    """Drafts by the runner's draft model, which guesses them in the step that verifies them (`tiers/drafted.py`)."""
+
+    def __init__(self, rule: AdaptiveDrafts) -> None:
+        self.rule = rule
+
+    def draft(self, request: Request, sequence: SequenceState, num_sequences: int) -> list[int]:
+        most = self.rule.num_to_draft(sequence.draft_record, num_sequences)
+        return [] if sequence.grammar else [TO_DRAFT] * most
+
+
 def drafts_of(asked: SpeculativeConfig | None) -> Drafts | None:
     """Return the drafts that a setting asks for; None for none."""
     if asked is None:
         return None
-    return Drafts(AdaptiveDrafts(asked.num_speculative_tokens, asked.disable_by_batch_size), *asked.lengths)
+    rule = AdaptiveDrafts(asked.num_speculative_tokens, asked.disable_by_batch_size)
+    return Drafts(rule, *asked.lengths) if asked.model is None else ModelDrafts(rule)

@@ -32,18 +32,23 @@ ACCEPTANCE, RESIDUAL = 1, 2
 """The purposes of random numbers, as in the reference."""
 
 
-def verify(logits: Tensor, drafts: Sequence[Draft], draft_logits: Tensor | None = None) -> Sequence[list[Sampled]]:
+def verify(
+    logits: Tensor, drafts: Sequence[Draft], draft_logits: Sequence[Tensor] | Tensor | None = None
+) -> Sequence[list[Sampled]]:
     """Return for each draft the tokens that stand, and one more: 1 to k + 1 tokens, each as `sample` reports it.
 
     logits: [rows, vocab], which the drafts' inputs use: float32, float16, bfloat16 or float64, on any device.
     draft_logits: [all drafted tokens, vocab] on the same device, in the order of `drafts`: the draft model's logits,
-        from which `sample` drew the drafted tokens with the same inputs. None: the drafted tokens count as certain.
+        from which `sample` drew the drafted tokens with the same inputs. None: the drafted tokens count as certain. So
+        does one whose row gives no distribution.
 
     If nothing can be chosen from a row that is reached, the last token is an error. The function does not wait for the
     device; the first access to the result does.
     """
     if not drafts:
         return []
+    if draft_logits is not None and not isinstance(draft_logits, Tensor):
+        draft_logits = torch.stack(list(draft_logits))
     return Verified(drafts, Verifying(drafts, draft_logits, logits.device, logits.shape[1]).sample(logits))
 
 
@@ -87,8 +92,8 @@ class Verifying(Choosing):
         inputs = [wanted for draft in drafts for wanted in draft.inputs]
         super().__init__(inputs, device, vocab)
         self._draft_logits = draft_logits
-        ends = np.cumsum([len(draft.inputs) for draft in drafts])
-        places = chain.from_iterable(range(end - len(d.inputs), end - 1) for d, end in zip(drafts, ends, strict=True))
+        starts = np.cumsum([0, *(len(draft.inputs) for draft in drafts)])
+        places = chain.from_iterable(range(at, at + len(d.token_ids)) for d, at in zip(drafts, starts, strict=False))
         drafted = chain.from_iterable(draft.token_ids for draft in drafts)
         self._drawn = [  # place among the inputs, drafted token, row of draft_logits
             (place, token_id, row)
@@ -116,7 +121,8 @@ class Verifying(Choosing):
             # A GPU sums in pieces: see `draw_ordered`.
             cumulative = torch.where(residual > 0, residual.cumsum(1), 0.0)  # [m, vocab]
             again = (cumulative > (v * cumulative.amax(1))[:, None]).int().argmax(1)  # [m]
-            token_ids[place] = torch.where(stands, drafted, again)
+            chosen = torch.where(stands, drafted, again)  # [m]
+            token_ids[place] = torch.where(q.isfinite().all(1), chosen, token_ids[place])
 
 
 def probabilities(logits: Tensor, inputs: Sequence[SamplingInput], kernels: SamplingKernels) -> Tensor:

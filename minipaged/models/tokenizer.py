@@ -227,6 +227,11 @@ class Tokenizer:
         return {token.content: token_id for token_id, token in self._added_tokens.items()}
 
     @property
+    def vocabulary(self) -> dict[str, int]:
+        """The ids of all tokens, by their entry in the vocabulary."""
+        return dict(self._backend.get_vocab())
+
+    @property
     def eos_token_id(self) -> int | None:
         """The id of the end-of-text token in the tokenizer's files, or None. A model may have more end tokens."""
         return self._files.eos_token_id

@@ -19,18 +19,18 @@ There are two ways to choose the token of a row, and both keep p exactly:
 
 **What the same seed gives.** All random numbers are functions of (seed, stream, position, purpose). A draft model draws
 with `sample`, so with the number that a plain draw uses. Acceptance and residual have numbers of their own. With
-rejection, the token at a position depends on the tokens before it, and on whether a draft has reached this position
-(none reaches the bonus token's). So as long as each step drafts the same number of tokens, the tokens do not depend on
-the rest of the batch, on preemption, or on the tier. If the number changes, the tokens do, and their distribution does
-not. This cannot be repaired: tokens that do not depend on the draft agree with it less often, in the worst case with
-probability (1 - t) / (1 + t) where t = 1 - Σ min(p, q) (Daliri, Musco and Suresh, 2024, arXiv 2408.07978). To get the
-same tokens whatever is drafted, leave out `draft_logits`: the drafts then count as certain, and are compared.
+rejection, the token at a position depends on the tokens before it, and on whether a guess has reached this position. So
+the draft model guesses at every position, the bonus token's included, where no guess is run. (It costs nothing: the
+draft model runs all tokens anyway, for their K/V.) Then the tokens do not depend on the number of drafted tokens, the
+rest of the batch, preemption, or the tier. They are not those without a draft model; their distribution is. Tokens that
+do not depend on the draft at all agree with it less often (Daliri, Musco and Suresh, 2024, arXiv 2408.07978).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import numpy as np
 
@@ -51,12 +51,15 @@ ACCEPTANCE, RESIDUAL = 1, 2
 """The purposes of random numbers (`uniform`); 0 is the draw of a token."""
 
 
-def verify(logits: FloatArray, drafts: Sequence[Draft], draft_logits: FloatArray | None = None) -> list[list[Sampled]]:
+def verify(
+    logits: FloatArray, drafts: Sequence[Draft], draft_logits: Sequence[FloatArray] | FloatArray | None = None
+) -> list[list[Sampled]]:
     """Return for each draft the tokens that stand, and one more: 1 to k + 1 tokens, each as `sample` reports it.
 
     logits: [rows, vocab], which the drafts' inputs use.
     draft_logits: [all drafted tokens, vocab], in the order of `drafts`: the draft model's logits, from which `sample`
-        drew the drafted tokens with the same inputs. None: the drafted tokens count as certain.
+        drew the drafted tokens with the same inputs. None: the drafted tokens count as certain. So does one whose row
+        gives no distribution.
 
     If nothing can be chosen from a row, the last token is an error. Rows after the first token that does not stand are
     not looked at: they predict what comes after tokens that the sequence does not have.
@@ -64,30 +67,34 @@ def verify(logits: FloatArray, drafts: Sequence[Draft], draft_logits: FloatArray
     drafted_from = iter([] if draft_logits is None else draft_logits)  # of [vocab] each
     verified = []
     for draft in drafts:
-        rows = [next(drafted_from, None) for _ in draft.token_ids]  # [k] of [vocab] each
+        rows = [next(drafted_from, None) for _ in draft.token_ids]  # [k or k + 1] of [vocab] each
         chosen: list[Sampled] = []
-        for wanted, drafted, row in zip(draft.inputs, [*draft.token_ids, None], [*rows, None], strict=True):
+        for wanted, drafted, row in zip_longest(draft.inputs, draft.token_ids, rows):
             if drafted is None or row is None or wanted.params.temperature == 0:
                 chosen += sample(logits, [wanted])
             else:
-                chosen.append(accept_or_draw_again(logits[wanted.row], wanted, drafted, row))
+                chosen += accept_or_draw_again(logits, wanted, drafted, row)
             if chosen[-1].token_id != drafted or chosen[-1].error:
                 break
         verified.append(chosen)
     return verified
 
 
-def accept_or_draw_again(logits: FloatArray, wanted: SamplingInput, drafted: int, draft_logits: FloatArray) -> Sampled:
-    """Choose a token from `logits` [vocab] by rejection, where `drafted` was drawn from `draft_logits` [vocab]."""
+def accept_or_draw_again(
+    logits: FloatArray, wanted: SamplingInput, drafted: int, draft_logits: FloatArray
+) -> list[Sampled]:
+    """Choose a token from `logits` [rows, vocab] by rejection, where `drafted` was drawn from `draft_logits` [vocab].
+    As `sample` does, if one of the two rows gives no distribution."""
     place = (wanted.seed, wanted.stream, wanted.position)
     try:
-        p, q = probabilities(logits, wanted), probabilities(draft_logits, wanted)  # [vocab] each
-        token_id = drafted
-        if not is_accepted(p, q, drafted, uniform(*place, ACCEPTANCE)):
-            token_id = residual(p, q).at(uniform(*place, RESIDUAL))
-        return Prediction(logits).report(token_id, wanted.params.num_likeliest, wanted.params.logprob_token_ids)
-    except BadLogits as error:
-        return Sampled(0, math.nan, None, str(error))
+        p, q = probabilities(logits[wanted.row], wanted), probabilities(draft_logits, wanted)  # [vocab] each
+    except BadLogits:
+        return sample(logits, [wanted])
+    token_id = drafted
+    if not is_accepted(p, q, drafted, uniform(*place, ACCEPTANCE)):
+        token_id = residual(p, q).at(uniform(*place, RESIDUAL))
+    prediction = Prediction(logits[wanted.row])
+    return [prediction.report(token_id, wanted.params.num_likeliest, wanted.params.logprob_token_ids)]
 
 
 def is_accepted(p: FloatArray, q: FloatArray, drafted: int, u: float) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from minipaged import tiers
+from minipaged.contracts import Runner
 from minipaged.engine.policies import POLICIES
 from minipaged.errors import InvalidRequest
 from minipaged.handover.disk_floor import DiskFloor
@@ -18,7 +19,7 @@ from minipaged.models.config import ModelConfig
 from minipaged.models.loading import load_config
 from minipaged.models.shards import check_parallel_sizes
 from minipaged.models.tokenizer import Tokenizer
-from minipaged.params import KVCacheDtype, no_drafts_with
+from minipaged.params import EngineConfig, KVCacheDtype, no_drafts_with
 from minipaged.scheduling import MakePolicy
 from minipaged.setup.settings import GivenSettings, Settings
 from minipaged.tiers import DeviceTier
@@ -33,6 +34,8 @@ class LoadedModel:
     tokenizer: Tokenizer | None
     tier: DeviceTier
     weights: Any
+    draft: LoadedModel | None = None
+    """The draft model, whose K/V lie in the same blocks; None: there is none."""
 
     @classmethod
     def load(
@@ -92,17 +95,47 @@ class LoadedModel:
         check_length(self.config, asked.max_model_len)
         return asked
 
+    def with_draft_model(self, asked: Settings) -> LoadedModel:
+        """This model and the draft model that the settings name, which is loaded if need be. Raises ModelError, and
+        InvalidRequest for a draft model that does not go with this one."""
+        name = asked.speculation.model if asked.speculation else None
+        if name is None:
+            return replace(self, draft=None)
+        folder = check_draft_model(name, self.config, asked.max_model_len)
+        if self.draft is not None and self.draft.folder == folder:
+            return self
+        config = load_config(folder).in_one_group()
+        tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
+        if self.tokenizer and tokenizer and self.tokenizer.vocabulary != tokenizer.vocabulary:
+            raise InvalidRequest(
+                f"the draft model {name} has other tokens than {self.folder.name}: their tokenizers differ; take a "
+                "smaller model of the same family"
+            )
+        tier = self.tier.for_model(config, self.tier.device, self.tier.dtype)
+        return replace(self, draft=LoadedModel(folder, config, tokenizer, tier, tier.load_weights(folder, config)))
+
+    def make_runner(self, engine_config: EngineConfig) -> Runner:
+        """Make the model's runner with its KV cache, and with its draft model if it has one. Raises MemoryError if
+        there is no room for the cache."""
+        runner = self.tier.make_runner(self.config, self.weights, engine_config)
+        if self.draft is None:
+            return runner
+        return self.tier.drafted(runner, self.draft.make_runner(engine_config))
+
     def block_bytes(
         self,
         block_size: int,
         kv_cache_dtype: KVCacheDtype = "auto",
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
+        *,
+        on_host: bool = False,
     ) -> int:
         """Bytes of one block: K and V of `block_size` tokens in every layer of a group, on all ranks that share a
-        memory."""
-        sizes = (tensor_parallel_size, pipeline_parallel_size)
-        return self.tier.block_bytes(self.config, block_size, kv_cache_dtype, *sizes)
+        memory, and those of the draft model. `on_host`: in the pool that blocks are swapped to."""
+        kind = (block_size, kv_cache_dtype, tensor_parallel_size, pipeline_parallel_size)
+        own = self.tier.block_bytes(self.config, *kind, on_host=on_host)
+        return own + (0 if self.draft is None else self.draft.block_bytes(*kind, on_host=on_host))
 
 
 def check_before_loading(config: ModelConfig | None = None, **settings: Unpack[GivenSettings]) -> None:
@@ -122,12 +155,32 @@ def check_length(config: ModelConfig, max_model_len: int | None) -> None:
         raise InvalidRequest(f"max_model_len is {max_model_len}; this model was made for at most {longest} tokens")
 
 
+def check_draft_model(name: str, config: ModelConfig, max_model_len: int | None) -> Path:
+    """Find (or fetch) the draft model, and return its folder. Raises ModelError, and InvalidRequest if it does not go
+    with the model of `config`."""
+    folder = hub.resolve(name)
+    own = load_config(folder)
+    if own.vocab_size != config.vocab_size:
+        raise InvalidRequest(
+            f"the draft model {name} has a vocabulary of {own.vocab_size} tokens, and the model one of "
+            f"{config.vocab_size}; take a smaller model of the same family"
+        )
+    if max_model_len is not None and max_model_len > own.max_position_embeddings:
+        raise InvalidRequest(
+            f"max_model_len is {max_model_len}; the draft model {name} was made for at most "
+            f"{own.max_position_embeddings} tokens"
+        )
+    return folder
+
+
 def check_for_model(asked: Settings, folder: Path, config: ModelConfig, tier: DeviceTier) -> None:
     """Raise InvalidRequest if drafts, the KV connector or the disk floor cannot be used with this model, or if other
     engines of the connector have blocks of another kind."""
     config = config.up_to(asked.max_model_len)
     if asked.speculation and any(config.groups.windows):
         raise InvalidRequest(no_drafts_with(config.groups.windows))
+    if asked.speculation and asked.speculation.model is not None:
+        check_draft_model(asked.speculation.model, config, asked.max_model_len)
     for connector in (asked.kv_connector, disk_floor(asked)):
         if connector is not None and config.groups.windows != (None,):
             name = "kv_connector" if connector is asked.kv_connector else "kv_cache_folder"
@@ -148,16 +201,22 @@ def disk_floor(asked: Settings) -> DiskFloor | None:
 
 
 def handshake(asked: Settings, folder: Path, config: ModelConfig, tier: DeviceTier) -> Handshake:
-    """The description of this engine's blocks, for a KV connector."""
+    """The description of this engine's blocks, for a KV connector. Blocks with a draft model's K/V are another
+    model's."""
+    model, size = hub.fingerprint(folder), tier.block_bytes(config, asked.block_size, asked.kv_cache_dtype)
+    if asked.speculation and asked.speculation.model is not None:
+        draft = hub.resolve(asked.speculation.model)
+        model += f"+{hub.fingerprint(draft)}"
+        size += tier.block_bytes(load_config(draft).in_one_group(), asked.block_size, asked.kv_cache_dtype)
     return Handshake(
-        model=hub.fingerprint(folder),
+        model=model,
         dtype=tier.dtype,
         kv_cache_dtype=tiers.kept_as(config, asked.kv_cache_dtype),
         num_layers=config.num_hidden_layers,
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         block_size=asked.block_size,
-        block_bytes=tier.block_bytes(config, asked.block_size, asked.kv_cache_dtype),
+        block_bytes=size,
     )
 
 

@@ -67,8 +67,9 @@ class Settings(EngineSettings):
     which then need not wait for the host, unless there is a `speculative_config`. No effect with
     `pipeline_parallel_size` above 1."""
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
-    """How to draft tokens, several of which one step verifies. A dict with `method` ("ngram"),
-    `num_speculative_tokens`, and perhaps `prompt_lookup_max`, `prompt_lookup_min` and `disable_by_batch_size`."""
+    """How to draft tokens, several of which one step verifies. A dict with `method` ("ngram" or "draft_model"),
+    `num_speculative_tokens`, and perhaps `model`, `prompt_lookup_max`, `prompt_lookup_min` and
+    `disable_by_batch_size`."""
     allocator: MakeAllocator | None = None
     """Class of block allocators to use instead of the tier's own; it is checked at every call."""
     worker_timeout: float = setting(60.0, above=0)
@@ -101,7 +102,7 @@ class Settings(EngineSettings):
         check_tiers(self, 0 in (self.num_swap_blocks, self.swap_space))
         if self.speculative_config is not None:
             object.__setattr__(self, "speculative_config", SpeculativeConfig.read(self.speculative_config))
-        check_speculation(self.speculation, self.async_scheduling)
+        check_speculation(self, self.speculation, self.async_scheduling)
         if self.swap_space is not None and self.num_swap_blocks is not None:
             raise InvalidRequest(
                 f"swap_space is {self.swap_space} GiB and num_swap_blocks is {self.num_swap_blocks}; give one of them"

@@ -30,7 +30,7 @@ def engine_config(asked: Settings, loaded: LoadedModel, host_sharers: int) -> En
     if num_blocks is None:
         num_blocks = _blocks_that_fit(asked, loaded, host_sharers)
     kind = (asked.block_size, asked.kv_cache_dtype, asked.tensor_parallel_size, asked.pipeline_parallel_size)
-    size = loaded.tier.block_bytes(config, *kind, on_host=True)
+    size = loaded.block_bytes(*kind, on_host=True)
     if asked.swap_space is not None:
         num_swap_blocks = int(asked.swap_space * 2**30 / size)
     elif num_swap_blocks is None:
@@ -38,7 +38,8 @@ def engine_config(asked: Settings, loaded: LoadedModel, host_sharers: int) -> En
         room = int(_free_host_bytes(host_sharers) / (2 if on_cpu else 4) / size)
         num_swap_blocks = max(1, min(int(num_blocks * SWAP_SHARE), room))
     if max_model_len is None:
-        lengths = range(1, config.max_position_embeddings + 1)
+        longest = min(each.config.max_position_embeddings for each in (loaded, loaded.draft) if each)
+        lengths = range(1, longest + 1)
         max_model_len = max(1, bisect_right(lengths, num_blocks, key=partial(_blocks_of_one, asked, loaded)))
     return EngineConfig(
         num_blocks=num_blocks,

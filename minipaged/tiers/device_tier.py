@@ -48,6 +48,10 @@ class DeviceTier(Tier, ABC):
         """Make the tier's Llama with its KV cache. Raises MemoryError if there is no room for the cache."""
 
     @abstractmethod
+    def drafted(self, runner: Runner, draft_runner: Runner) -> Runner:
+        """Join the runners of a model and of its draft model, which have the same number of blocks."""
+
+    @abstractmethod
     def free_device_bytes(
         self, config: ModelConfig, weights: Any, max_num_seqs: int, max_num_batched_tokens: int
     ) -> int | None:

@@ -19,6 +19,7 @@ from minipaged.models.shards import Shard, local_config
 from minipaged.params import EngineConfig
 from minipaged.tiers import devices
 from minipaged.tiers.device_tier import DeviceTier, has_static_scales, kept_as
+from minipaged.tiers.drafted import DraftedRunner
 
 if TYPE_CHECKING:
     from minipaged.fast.llama import Llama as FastLlama
@@ -206,6 +207,11 @@ class FastTier(DeviceTier):
             if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):  # the latter: pinned memory
                 raise MemoryError(str(error)) from None
             raise
+
+    def drafted(self, runner: Runner, draft_runner: Runner) -> Runner:
+        from minipaged.fast.speculation import verify
+
+        return DraftedRunner(runner, draft_runner, verify)
 
     def free_device_bytes(
         self, config: ModelConfig, weights: Any, max_num_seqs: int, max_num_batched_tokens: int

@@ -13,6 +13,7 @@ from minipaged.models.config import ModelConfig
 from minipaged.models.shards import Shard, cut_weights, local_config, shards_of
 from minipaged.params import EngineConfig
 from minipaged.tiers.device_tier import DeviceTier, has_static_scales, kept_as
+from minipaged.tiers.drafted import DraftedRunner
 
 if TYPE_CHECKING:
     from minipaged.reference.llama import Llama
@@ -75,6 +76,11 @@ class ReferenceTier(DeviceTier):
             config.groups.places,
         )
         return Llama(config, weights, cache)
+
+    def drafted(self, runner: Runner, draft_runner: Runner) -> Runner:
+        from minipaged.reference.speculation import verify
+
+        return DraftedRunner(runner, draft_runner, verify)
 
     def free_device_bytes(
         self, config: ModelConfig, weights: Any, max_num_seqs: int, max_num_batched_tokens: int

@@ -441,8 +441,8 @@ class SpeculativeConfig:
     """Which tokens to draft, and how many. Raises InvalidRequest for a value out of range."""
 
     method: str
-    """How to draft: "ngram" looks the latest tokens of a sequence up among its earlier ones; "draft_model" lets a smaller
-    model guess."""
+    """How to draft: "ngram" looks the latest tokens of a sequence up among its earlier ones; "draft_model" lets a
+    smaller model guess."""
     num_speculative_tokens: int = setting(at_least=1, at_most=128)
     """Maximum number of tokens to draft for a sequence in a step; fewer where fewer pay."""
     model: str | None = None

@@ -59,7 +59,8 @@ def assert_agreement(
 
 @st.composite
 def verifications(draw: st.DrawFn) -> tuple[FloatArray, list[Draft], FloatArray | None]:
-    """Logits, drafts of several lengths, and the logits from which they were drawn, or none.
+    """Logits, drafts of several lengths, perhaps with one more guess each, and the logits from which they were drawn,
+    or none.
 
     The target's logits are near the draft's, so that some tokens stand. Where a draft was not drawn, it is often what
     the target chooses.
@@ -74,6 +75,7 @@ def verifications(draw: st.DrawFn) -> tuple[FloatArray, list[Draft], FloatArray 
     )
     logits = (table + noise).astype(table.dtype)
     is_drawn, drafts, drafted_from, row = draw(st.booleans()), list[Draft](), list[int](), 0
+    num_not_run = draw(st.integers(0, 1))
     for length in lengths:
         seed, stream = draw(st.integers(0, 2**64 - 1)), draw(st.integers(0, 7))
         chosen, forbidden = draw(st.sampled_from(params)), draw(st.sampled_from([(), (0,)]))
@@ -82,7 +84,7 @@ def verifications(draw: st.DrawFn) -> tuple[FloatArray, list[Draft], FloatArray 
             inputs.append(
                 SamplingInput(row + i, chosen, [0, 0], list(tokens), seed, stream, forbidden, allowed=draw(bits))
             )
-            if i < length:
+            if i < length + num_not_run:
                 with np.errstate(over="ignore"):
                     [guess] = sampling.sample(table if is_drawn else logits, [inputs[-1]])
                 tokens.append(guess.token_id if is_drawn else draw(st.just(guess.token_id) | st.integers(0, vocab - 1)))
@@ -106,9 +108,11 @@ def test_both_tiers_refuse_the_same_rows(
     kernel_set: KernelSet, verification: tuple[FloatArray, list[Draft], FloatArray | None], data: st.DataObject
 ) -> None:
     logits, drafts, draft_logits = verification
-    row = data.draw(st.integers(0, len(logits) - 1))
+    tables = [table for table in (logits, draft_logits) if table is not None and len(table)]
+    damaged = data.draw(st.sampled_from(tables))
+    row = data.draw(st.integers(0, len(damaged) - 1))
     where = data.draw(st.integers(0, logits.shape[1] - 1) | st.just(slice(None)))
-    logits[row, where] = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
+    damaged[row, where] = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
     assert_agreement(logits, drafts, draft_logits, kernel_set)
 
 

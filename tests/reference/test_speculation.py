@@ -73,13 +73,14 @@ def verified(
     *,
     is_drawn: bool,
     verify: Callable[..., list[list[Sampled]]] = verify,
+    num_not_run: int = 0,
 ) -> list[Sampled]:
-    """What a step gives after `output` with these drafted tokens."""
-    befores = [(*output, *drafted[:i]) for i in range(len(drafted) + 1)]
+    """What a step gives after `output` with these drafted tokens. `num_not_run`: 1 if the last one is not run."""
+    befores = [(*output, *drafted[:i]) for i in range(len(drafted) + 1 - num_not_run)]
     inputs = [input_after(before, params, seed, row) for row, before in enumerate(befores)]
     logits = np.stack([model.logits((*PROMPT, *before)) for before in befores])  # [k + 1, vocab]
-    drafted_from = [model.draft_logits((*PROMPT, *before)) for before in befores[:-1]]  # [k] of [vocab]
-    q = np.reshape(drafted_from, (len(drafted), model.vocab)) if is_drawn else None  # [k, vocab]
+    drafted_from = [model.draft_logits((*PROMPT, *before)) for before in befores[: len(drafted)]]  # of [vocab] each
+    q = np.reshape(drafted_from, (len(drafted), model.vocab)) if is_drawn else None  # [drafted tokens, vocab]
     [chosen] = verify(logits, [Draft(drafted, inputs)], q)
     return chosen
 
@@ -223,16 +224,19 @@ PARAMS = SamplingParams(top_k=3, temperature=1.2)
 MODEL = SmallModel(VOCAB, seed=3, noise=1.5)
 
 
-def by_rounds(verify: Callable[..., list[list[Sampled]]], seed: int, num_drafted: Callable[[int], int]) -> list[int]:
-    """Generate with drafts of the draft model's, `num_drafted(position)` in the step that begins there."""
+def by_rounds(
+    verify: Callable[..., list[list[Sampled]]], seed: int, num_drafted: Callable[[int], int], num_not_run: int = 0
+) -> list[int]:
+    """Generate with drafts of the draft model's, `num_drafted(position)` in the step that begins there. `num_not_run`:
+    1 if it also guesses the token after them."""
     output: list[int] = []
     while len(output) < LENGTH:
         drafted: list[int] = []
-        for _ in range(num_drafted(len(output))):
+        for _ in range(num_drafted(len(output)) + num_not_run):
             logits = MODEL.draft_logits((*PROMPT, *output, *drafted))
             [guess] = sample(logits[None], [input_after([*output, *drafted], PARAMS, seed)])
             drafted.append(guess.token_id)
-        chosen = verified(MODEL, output, drafted, PARAMS, seed, is_drawn=True, verify=verify)
+        chosen = verified(MODEL, output, drafted, PARAMS, seed, is_drawn=True, verify=verify, num_not_run=num_not_run)
         output += [one.token_id for one in chosen]
     return output[:LENGTH]
 
@@ -248,27 +252,39 @@ def joint_distribution() -> FloatArray:
     return exact.ravel()
 
 
-def fit(verify: Callable[..., list[list[Sampled]]], num_outputs: int, first_seed: int = 0) -> float:
+def fit(verify: Callable[..., list[list[Sampled]]], num_outputs: int, num_not_run: int = 0) -> float:
     """How well outputs of all seeds, drafted two tokens at a time, fit: the p-value, or 0 for impossible outputs."""
-    seeds = range(first_seed, first_seed + num_outputs)
-    counts = Counter(tuple(by_rounds(verify, seed, lambda position: 2)) for seed in seeds)
+    counts = Counter(tuple(by_rounds(verify, seed, lambda position: 2, num_not_run)) for seed in range(num_outputs))
     found = np.array([counts[tokens] for tokens in product(range(VOCAB), repeat=LENGTH)])
     exact = joint_distribution()
     return 0.0 if found[exact == 0].any() else p_value(found.tolist(), exact)
 
 
-def test_several_tokens_have_their_joint_distribution() -> None:
-    assert fit(verify, 2_000) > 0.001
+@pytest.mark.parametrize("num_not_run", [0, 1])
+def test_several_tokens_have_their_joint_distribution(num_not_run: int) -> None:
+    assert fit(verify, 2_000, num_not_run) > 0.001
 
 
-def test_the_number_of_drafted_tokens_changes_tokens_drawn_by_rejection_and_nothing_else_does() -> None:
-    """What the module's docstring says about seeds."""
+def test_with_a_guess_at_every_position_the_number_of_drafted_tokens_changes_no_token() -> None:
+    """What the module's docstring says about seeds. Without a guess for the bonus token, the number does."""
     different = 0
     for seed in range(60):
-        two = by_rounds(verify, seed, lambda position: 2)
-        assert by_rounds(verify, seed, lambda position: 2) == two
-        different += by_rounds(verify, seed, lambda position: position % 2) != two
+        tokens = by_rounds(verify, seed, lambda position: 2, 1)
+        for number in (lambda position: 0, lambda position: 3, lambda position: position % 2):
+            assert by_rounds(verify, seed, number, 1) == tokens
+        different += by_rounds(verify, seed, lambda position: position % 2) != by_rounds(verify, seed, lambda _: 2)
     assert different > 5
+
+
+@pytest.mark.parametrize("row", [[math.nan, 0.0, 0.0], [-math.inf] * 3, [math.inf, 0.0, 0.0]], ids=str)
+def test_a_draft_model_whose_logits_are_no_distribution_changes_nothing(row: list[float]) -> None:
+    logits, params = np.array([[0.0, 1.0, 2.0], [1.0, 0.0, 2.0]]), SamplingParams()
+    for seed in range(20):
+        inputs = [input_after([0][:i], params, seed, i) for i in range(2)]
+        [chosen] = verify(logits, [Draft([0], inputs)], np.array([row]))
+        [first] = sample(logits, inputs[:1])
+        assert chosen[0] == first
+        assert len(chosen) == 1 + (first.token_id == 0)
 
 
 CHOOSE = "chosen += sample(logits, [wanted])"
@@ -280,7 +296,7 @@ FAULTS = {
     "p / q of the distributions before the filters": (
         "if not is_accepted(p, q,",
         "if not is_accepted(*(probabilities(x, replace(wanted, params=replace(wanted.params, top_k=0))) "
-        "for x in (logits, draft_logits)),",
+        "for x in (logits[wanted.row], draft_logits)),",
     ),
     "the bonus token from the row before": (
         CHOOSE,

@@ -219,9 +219,14 @@ def test_lengths_of_a_prompt_lookup_that_are_left_open_are_vllms(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"method": "draft_model"}, "is 'draft_model'; choose .* yet, no draft model either"),
-        ({"method": "eagle"}, "is 'eagle'; choose \"ngram\""),
-        ({"model": "a/small-model"}, "^model is 'a/small-model'; there is no draft model yet"),
+        (
+            {"method": "draft_model"},
+            "^method is 'draft_model' and model is None; 'draft_model' and a model go together",
+        ),
+        ({"method": "eagle"}, "is 'eagle'; choose 'ngram' or 'draft_model'"),
+        ({"model": "a/small-model"}, "^method is 'ngram' and model is 'a/small-model'; 'draft_model' and a model go"),
+        ({"method": "draft_model", "model": "a", "prompt_lookup_max": 3}, "are for the method 'ngram'; leave them out"),
+        ({"draft_tensor_parallel_size": 2}, "^draft_tensor_parallel_size is 2; the draft model runs as the model does"),
         (
             {"temperature": 1},
             "^speculative_config has the key 'temperature', which is unknown here; it may have ",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -192,3 +193,15 @@ def test_steps_cannot_be_written_where_there_is_no_folder(cli: Cli, small_llama:
     code, _, err = cli("generate", "a", "--model", small_llama, "--num-blocks=40", "--record-steps", path)
     assert code == 1
     assert "cannot write steps to" in err
+
+
+def test_steps_with_a_draft_model_are_not_recorded(cli: Cli, small_llama: Path, tmp_path: Path) -> None:
+    path, asked = tmp_path / "steps", {"model": str(small_llama), "num_speculative_tokens": 2}
+    command = ["generate", "a", "--model", small_llama, "--num-blocks=40", "--speculative-config", json.dumps(asked)]
+    code, _, err = cli(*command, "--record-steps", path)
+    assert code == 1
+    assert "steps in which a draft model guesses cannot be replayed" in err
+    assert not path.exists()
+    code, out, _ = cli(*command, "--max-tokens=4")
+    assert code == 0
+    assert out

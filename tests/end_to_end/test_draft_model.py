@@ -1,0 +1,205 @@
+"""A draft model on real models, in both tiers: how requests are scheduled, and how much is drafted, never shows."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from minipaged import LLM, InvalidRequest, ModelError, SamplingParams
+from minipaged.engine.drafting import AdaptiveDrafts
+from minipaged.engine.drafts import ModelDrafts
+from minipaged.engine.engine import Engine
+from minipaged.engine.sequence import Request, SequenceState
+from minipaged.handover.shared_storage import SharedStorageConnector
+from minipaged.steps import TO_DRAFT
+from tests.end_to_end.small_llama import make_small_llama
+from tests.end_to_end.test_scheduling_invariance import (
+    DTYPE,
+    JOBS,
+    check_nothing_is_held,
+    check_same,
+    every_kind,
+    largest_need,
+    outputs_alone,
+    run,
+)
+
+
+@pytest.fixture(scope="module")
+def near(small_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft model that often guesses right: the model with noise on its weights."""
+    folder = tmp_path_factory.mktemp("draft") / "near"
+    shutil.copytree(small_llama, folder)
+    generator = torch.Generator().manual_seed(1)
+    for file in folder.glob("*.safetensors"):
+        weights = load_file(file)
+        for name, weight in weights.items():
+            if weight.dim() == 2:
+                weights[name] = weight + 0.06 * weight.std() * torch.randn(weight.shape, generator=generator)
+        save_file(weights, file, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def smaller(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft model of other sizes, whose part of a block is smaller."""
+    folder = tmp_path_factory.mktemp("draft") / "smaller"
+    return make_small_llama(folder, seed=3, num_hidden_layers=1, hidden_size=32, num_key_value_heads=1)
+
+
+class RandomNumber(ModelDrafts):
+    """As many tokens to draft as chance says."""
+
+    def __init__(self) -> None:
+        super().__init__(AdaptiveDrafts(4))
+        self.num_drafted = self.num_accepted = 0
+        self._random = random.Random(0)
+
+    def draft(self, request: Request, sequence: SequenceState, num_sequences: int) -> list[int]:
+        return [TO_DRAFT] * self._random.randrange(6)
+
+    def note(self, sequence: SequenceState, num_drafted: int, num_accepted: int) -> None:
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+
+
+def asked(folder: Path, num_tokens: int = 4) -> dict[str, Any]:
+    return {"method": "draft_model", "model": str(folder), "num_speculative_tokens": num_tokens}
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@every_kind
+def test_no_schedule_and_no_number_of_drafts_shows_in_the_tokens(
+    small_llama: Path, near: Path, tier: str, kind: str, preemption: Any
+) -> None:
+    """Sampled tokens are those of the same seed alone, where other numbers are drafted; greedy ones and beams are those
+    without a draft model."""
+    jobs, dtype = JOBS[kind], DTYPE[kind]
+    draft_model = asked(near, 2) if kind == "sampled" else None
+    alone = outputs_alone(small_llama, jobs, dtype, speculative_config=draft_model)
+    llm = LLM(
+        small_llama,
+        tier=tier,
+        dtype=dtype,
+        block_size=4,
+        num_blocks=largest_need(jobs, 4) + 4,
+        num_swap_blocks=100,
+        preemption=preemption,
+        max_num_batched_tokens=11,
+        max_model_len=128,
+        speculative_config=asked(near),
+        debug=True,
+    )
+    drafts = RandomNumber()
+    llm.engine = Engine(llm.config, llm.loaded.tier, llm.engine.runner, drafts=drafts)
+    check_same(small_llama, jobs, run(llm, jobs, [0, 0, 0, 0, 5, 5, 9]), alone)
+    check_nothing_is_held(llm)
+    stats = llm.stats()
+    assert stats.prefix_cache_hit_tokens > 0
+    assert (stats.preempted_by_swap if preemption == "swap" else stats.preempted_by_recompute) > 0
+    assert kind == "beams" or 0.3 < drafts.num_accepted / drafts.num_drafted < 0.95
+
+
+@pytest.mark.parametrize("tier", ["reference", "fast"])
+def test_a_draft_model_of_any_size_changes_no_greedy_token(
+    small_llama: Path, near: Path, smaller: Path, tier: str
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=2)
+    found = []
+    for draft in (None, near, smaller):
+        sizes: dict[str, Any] = {"speculative_config": asked(draft)} if draft else {}
+        llm = LLM(small_llama, tier=tier, dtype="float32", num_blocks=32, block_size=4, debug=True, **sizes)
+        [output] = llm.generate([[5, 6, 7, 8]], params)
+        found.append((output.outputs[0].token_ids, llm.stats()))
+    (plain, _), (of_near, stats), (of_smaller, others) = found
+    assert of_near == of_smaller == plain
+    assert stats.steps < 20
+    assert 0 <= others.tokens_accepted < others.tokens_drafted
+
+
+@pytest.mark.parametrize("tier", ["reference", "fast"])
+def test_both_parts_of_a_block_are_handed_over(small_llama: Path, near: Path, tmp_path: Path, tier: str) -> None:
+    """A second engine finds the first one's blocks, and goes on as the first would. One without a draft
+    model is refused."""
+    prompt, params = list(range(20, 60)), SamplingParams(temperature=1, seed=5, max_tokens=20, ignore_eos=True)
+
+    def output(draft: dict[str, Any] | None) -> tuple[tuple[int, ...], int]:
+        llm = LLM(
+            small_llama,
+            tier=tier,
+            dtype="float32",
+            num_blocks=32,
+            block_size=4,
+            debug=True,
+            speculative_config=draft,
+            kv_connector=SharedStorageConnector(tmp_path),
+        )
+        [one] = llm.generate([prompt], params)
+        assert one.num_cached_tokens is not None
+        return one.outputs[0].token_ids, one.num_cached_tokens
+
+    first, second = output(asked(near)), output(asked(near))
+    assert first[1] == 0
+    assert second == (first[0], 36)
+    with pytest.raises(InvalidRequest, match="has blocks of another kind"):
+        output(None)
+
+
+def test_a_model_can_be_loaded_once_for_engines_with_and_without_a_draft_model(small_llama: Path, near: Path) -> None:
+    first = LLM(small_llama, tier="reference", num_blocks=8, speculative_config=asked(near))
+    second = LLM(first.loaded, num_blocks=8)
+    third = LLM(second.loaded, num_blocks=8, speculative_config=asked(near))
+    params = SamplingParams(temperature=0, max_tokens=6)
+    outputs = [llm.generate([[5, 6]], params)[0].outputs[0].token_ids for llm in (first, second, third)]
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert [llm.stats().num_drafts > 0 for llm in (first, second, third)] == [True, False, True]
+
+
+# --- What is refused --------------------------------------------------------------------------------------
+
+
+def test_a_draft_model_with_another_vocabulary_is_refused_before_weights_are_read(
+    small_llama: Path, tmp_path: Path
+) -> None:
+    other = make_small_llama(tmp_path / "other", vocab_size=160)
+    folder = shutil.copytree(small_llama, tmp_path / "model")
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(InvalidRequest, match=r"vocabulary of 160 tokens, and the model one of 128"):
+        LLM(folder, speculative_config=asked(other))
+
+
+def test_a_draft_model_with_other_tokens_is_refused(small_llama: Path, near: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(near, tmp_path / "other")
+    tokenizer = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(tokenizer.replace('"~"', '"§"'))
+    with pytest.raises(InvalidRequest, match=r"has other tokens than .*: their tokenizers differ"):
+        LLM(small_llama, tier="reference", num_blocks=8, speculative_config=asked(other))
+
+
+def test_a_draft_model_for_shorter_texts_is_refused_and_shortens_what_is_left_open(
+    small_llama: Path, tmp_path: Path
+) -> None:
+    short = make_small_llama(tmp_path / "short", max_position_embeddings=32)
+    with pytest.raises(InvalidRequest, match=r"max_model_len is 33; the draft model .* made for at most 32 tokens"):
+        LLM(small_llama, tier="reference", num_blocks=8, max_model_len=33, speculative_config=asked(short))
+    llm = LLM(small_llama, tier="reference", num_blocks=8, speculative_config=asked(short))
+    assert llm.config.max_model_len == 32
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_several_ranks_are_refused(name: str) -> None:
+    sizes: dict[str, Any] = {name: 2}
+    with pytest.raises(InvalidRequest, match=f"names a draft model and {name} is 2"):
+        LLM("no such model", speculative_config=asked(Path("some")), **sizes)
+
+
+def test_a_draft_model_that_is_not_there_is_an_error(small_llama: Path) -> None:
+    with pytest.raises(ModelError, match="there is no file or folder"):
+        LLM(small_llama, speculative_config=asked(Path("/no/such/folder")))

@@ -195,7 +195,7 @@ def test_blocks_of_unverified_tokens_in_the_prefix_cache_are_found(monkeypatch: 
     """The blocks of all drafted tokens are published, as if all stood."""
     right = Committer._commit_drafted
 
-    def commit(self: Committer, request: Request, scheduled: object, choices: object) -> None:
+    def commit(self: Committer, request: Request, scheduled: object, choices: object, by_runner: object) -> None:
         for sequence, _ in scheduled.work:  # type: ignore[attr-defined]
             drafted = scheduled.drafted(sequence)  # type: ignore[attr-defined]
             if self._blocks.prefix_cache:
@@ -203,7 +203,7 @@ def test_blocks_of_unverified_tokens_in_the_prefix_cache_are_found(monkeypatch: 
                 sequence.tokens = [*tokens, *reversed(drafted)]  # wrong ones
                 self._blocks.publish(sequence, len(sequence.tokens))
                 sequence.tokens = tokens
-        right(self, request, scheduled, choices)  # type: ignore[arg-type]
+        right(self, request, scheduled, choices, by_runner)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Committer, "_commit_drafted", commit)
     assert_a_workload_fails()

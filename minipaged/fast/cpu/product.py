@@ -239,7 +239,7 @@ def _multiply_block(typingctx, size, item_bytes, tile, x, pairs, out, stride, li
         most = FLOATS_TOGETHER
 
     def codegen(context, builder, signature, arguments):
-        for count in range(1, most + 1):
+        for count in range(most, 0, -1):  # with the smallest first, LLVM makes code for 14 that takes 5 / 4 of the time
             for bytes_of_weight, product in products.items():
                 is_it = builder.and_(
                     builder.icmp_unsigned("==", arguments[0], BITS64(count)),

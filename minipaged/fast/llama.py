@@ -339,6 +339,7 @@ class Llama(Runner):
         """
         if not batch:
             return self._no_logits()
+        batch, _ = one_by_one(batch, range(len(batch)))
         on_device = to_device(_host_tables(batch, len(self.groups.windows)), self.kv_cache.device)
         tokens = self._with_shared(flatten(batch, range(len(batch)), on_device), batch)
         return self._compute(tokens.on(self.kv_cache.device))
@@ -391,14 +392,13 @@ class Llama(Runner):
             graph = self._graph_for(len(rows))
             if graph and not self._has_lanes:  # otherwise another lane may have run it since
                 return graph.run_again(chosen)
-        device_rows = self.tables.rows_of(row.sequence for row in rows)
-        batch = self.mirror.batch()
+        batch, device_rows = one_by_one(self.mirror.batch(), self.tables.rows_of(row.sequence for row in rows))
         tokens = self._with_shared(flatten(batch, device_rows, self.tables.by_group, chosen), batch)
         if rows.num_steady and chosen is not None:  # from here on, each row's input is the token chosen for it
             tokens = replace(tokens, ids=-1 - torch.arange(len(rows), dtype=torch.int32), chosen=chosen)
         by_graph = tokens.num_decoding > 0 and not tokens.asks_of_decoding and tokens.shared is None
         graph = self._graph_for(tokens.num_decoding) if by_graph else None
-        if graph and tokens.num_decoding == len(rows):
+        if graph and tokens.num_decoding == len(batch):
             return graph.run(tokens)
         if graph and self._has_small_layers:
             return self._run_apart(tokens, graph)
@@ -843,6 +843,25 @@ def _host_tables(batch: Batch, num_groups: int = 1) -> Tensor:
             blocks = row.blocks[group::num_groups]
             tables[group, s, : len(blocks)] = blocks
     return torch.from_numpy(tables)
+
+
+def one_by_one(batch: Batch, rows: Sequence[int]) -> tuple[Batch, Sequence[int]]:
+    """Return a batch with a row for each token of the sequences that run one token and drafts, and the row of the block
+    tables that belongs to each.
+
+    So they take the decode kernel and all that comes with it, such as graphs. Each layer writes the keys and values of
+    all tokens before its attention, so a drafted token sees those before it.
+    """
+    if not any(row.num_drafted for row in batch):
+        return batch, rows
+    parts, owners = list[BatchRow](), list[int]()
+    for row, owner in zip(batch, rows, strict=True):
+        decodes = row.wants_logits and len(row.token_ids) == row.num_drafted + 1
+        for i, token in enumerate(row.token_ids) if decodes else ():
+            parts.append(BatchRow([token], row.first_position + i, row.blocks, wants_logits=True))
+        parts += () if decodes else (row,)
+        owners += [owner] * (len(parts) - len(owners))
+    return parts, owners
 
 
 def flatten(batch: Batch, rows: Sequence[int], tables: Tensor, chosen: Tensor | None = None) -> FlatBatch:

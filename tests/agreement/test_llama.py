@@ -152,8 +152,11 @@ class Twins:
         self.chosen.append(fast_samples(token_ids, self.device))
         return self.chosen[-1]
 
-    def next_step(self, query_lens: list[int], num_choices: list[int] | None = None) -> StepInput:
-        """The next tokens of each sequence (0: it sits this one out). `num_choices`: logits for all, if left out."""
+    def next_step(
+        self, query_lens: list[int], num_choices: list[int] | None = None, drafting: tuple[int, ...] = ()
+    ) -> StepInput:
+        """The next tokens of each sequence (0: it sits this one out). `num_choices`: logits for all, if left out.
+        `drafting`: the sequences of which all but the first token are drafted."""
         rows, owners, copies = [], [], []
         passed = self._give_back()
         for i, sequence in enumerate(self.sequences):
@@ -162,7 +165,9 @@ class Twins:
                 copied = sequence.table.append(num_tokens)
                 self.writer.table_changed(sequence, held - len(copied))
                 copies += copied
-                rows.append(Row(i, self.num_done[i], num_tokens, num_choices[i] if num_choices else LOGITS))
+                first, chosen = self.num_done[i], num_choices[i] if num_choices else LOGITS
+                drafted = self.texts[i][first + 1 : first + num_tokens] if i in drafting else ()
+                rows.append(Row(i, first, num_tokens, chosen, tuple(drafted)))
                 params = SamplingParams(temperature=0, prompt_logprobs=self.prompt_logprobs)
                 prompt = sequence.tokens
                 request = SimpleNamespace(sampling=Sampling(params, seed=i, stream=0), prompt_token_ids=prompt)
@@ -179,7 +184,7 @@ class Twins:
                 passed += [block for _, block in sequence.table.give_back(num_done)]
         return tuple(sorted({block for block in passed if not self.allocator.ref_count(block)}))
 
-    def run(self, *arguments: list[int]) -> StepInput:
+    def run(self, *arguments: Any) -> StepInput:
         """The next step, on both tiers; compares the logits."""
         step = self.next_step(*arguments)
         _, expected, prompts = self.reference.run(step)
@@ -481,6 +486,30 @@ def test_rows_of_one_token_take_the_decode_kernel_wherever_they_stand_in_a_batch
         assert (kernels.decoded, kernels.prefilled) == (decoded, prefilled)
 
 
+DRAFTING: list[tuple[list[int], list[int], tuple[int, ...], int, int]] = [
+    # query tokens and choices of each sequence, those that draft; the rows of both kernels
+    ([5, 5, 0, 0], [1, 1, 0, 0], (), 0, 2),
+    ([4, 1, 0, 0], [1, 1, 0, 0], (0,), 5, 0),
+    ([1, 3, 4, 0], [1, 1, 0, 0], (1,), 4, 1),  # beside a chunk of a prompt
+    ([2, 4, 1, 5], [1, 1, 1, 1], (0, 1), 7, 1),  # beside a prompt's last token, and a prompt that comes last
+    ([1, 1, 5, 2], [1, 1, 1, 1], (2, 3), 9, 0),
+    ([1, 1, 1, 1], [1, 1, 1, 1], (), 4, 0),
+    ([1, 1, 1, 1], [1, 1, 1, 1], (), 4, 0),
+]
+
+
+@every_kernel_set
+def test_drafted_tokens_take_the_decode_kernel_one_by_one(kernel_set: KernelSet) -> None:
+    twins = Twins(kernel_set, torch.float32, config_of(), seed=13)
+    twins.fast._graphs = {}
+    for first in range(4):
+        twins.begin(DIGITS[first:], 5)
+    for query_lens, num_choices, drafting, decoded, prefilled in DRAFTING:
+        kernels = counted(twins)
+        twins.run(query_lens, num_choices, drafting)
+        assert (kernels.decoded, kernels.prefilled) == ({decoded} - {0}, {prefilled} - {0})
+
+
 class Replays:
     """How often each size's graph has been replayed, and how often it was sent numbers."""
 
@@ -539,6 +568,18 @@ def begin_five(seed: int) -> Twins:
     for first in range(5):
         twins.begin(DIGITS[first:], 5)
     return twins
+
+
+@pytest.mark.usefixtures("uncaptured")
+def test_drafted_tokens_run_in_the_graph_of_their_number() -> None:
+    twins = Twins(TRITON, torch.float32, config_of(), seed=14)
+    for first in range(4):
+        twins.begin(DIGITS[first:], 5)
+    captured(twins)
+    replays = Replays(twins.fast)
+    for query_lens, num_choices, drafting, *_ in DRAFTING:
+        twins.run(query_lens, num_choices, drafting)
+    assert replays.sizes == [8, 4, 8, 4, 4], "nine rows are more than the largest graph has"
 
 
 @thorough

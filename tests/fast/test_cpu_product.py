@@ -93,7 +93,7 @@ def test_a_token_gets_the_same_bits_in_every_batch_and_on_any_number_of_threads(
     matrix = tiled(weight)
     alone = torch.cat([matrix(row[None]) for row in x])
     with patch.object(product.numba, "get_num_threads", lambda: num_threads):  # the number of pieces
-        for tokens in (1, 2, 3, 7, 14, 15, 29, 49, GROUP, GROUP + 1, 150):
+        for tokens in (*range(1, PAIRS_TOGETHER + 2), 29, 49, GROUP, GROUP + 1, 150):
             assert torch.equal(matrix(x[:tokens]), alone[:tokens]), tokens
 
 

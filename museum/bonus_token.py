@@ -1,8 +1,7 @@
 """Exhibit 9 of the bug museum: a draft model guesses worse and worse, and every token of the output is right.
 
-The draft model has a pool and block tables of its own. It runs one token of a sequence per pass. After a step in which
-all its guesses stood, it is two tokens behind, and not one. The way it catches up has a bug:
-docs/museum/bonus_token.md.
+The draft model has a pool and block tables of its own. A pass runs one token per row. After a step in which all its
+guesses stood, it is two tokens behind, and not one. The way it catches up has a bug: docs/museum/bonus_token.md.
 
     python museum/bonus_token.py
 """
@@ -24,9 +23,9 @@ class DraftModel(TellingRunner):
         super().__init__(self.NUM_BLOCKS, 0, self.BLOCK_SIZE, vocab_size)
         self.allocator = BlockAllocator(self.NUM_BLOCKS)
 
-    def run(self, sequence, table, rows):
-        """One pass, which runs the last token of each row. Each row is a text in the slots of the same table. Return
-        the next token of each."""
+    def one_pass(self, sequence, table, rows):
+        """Run the last token of each row, and return the next token of each. The rows are beginnings of one sequence,
+        or ways in which it may go on, in the slots of its table."""
         table.append(len(rows[-1]) - table.num_tokens)
         given = []
         for row in rows:
@@ -54,7 +53,7 @@ class ModelDrafts(Drafts):
             return []
         rows, table = self.behind(sequence), self.tables[sequence]
         for _ in range(k):
-            chosen = self.model.run(sequence, table, rows)
+            chosen = self.model.one_pass(sequence, table, rows)
             rows = [[*row, token] for row, token in zip(rows, chosen, strict=True)]
         *self.ran[sequence], _ = rows[-1]  # the last one was chosen, and not run
         return rows[-1][len(sequence.tokens) :]
@@ -68,7 +67,7 @@ class ModelDrafts(Drafts):
             kept += 1
         table.trim(kept)  # the slots of guesses that did not stand
         if kept < len(tokens) - 2:  # a prompt, or steps without drafts: all but the latest token in one pass
-            self.model.run(sequence, table, [tokens[:n] for n in range(kept + 1, len(tokens))])
+            self.model.one_pass(sequence, table, [tokens[:n] for n in range(kept + 1, len(tokens))])
             kept = len(tokens) - 1
         return [tokens[:n] for n in range(kept + 1, len(tokens) + 1)]
 

@@ -17,10 +17,10 @@ stage = Stage("the cat sat on a mat and slept")
 class Noting(museum["DraftModel"]):  # type: ignore[misc]
     """The draft model. It notes what each pass runs, and wrong reads."""
 
-    def run(self, sequence: Any, table: Any, rows: list[list[int]]) -> list[int]:
+    def one_pass(self, sequence: Any, table: Any, rows: list[list[int]]) -> list[int]:
         ran = " and ".join(f"“{stage.decode(row[-1:])}” at position {len(row) - 1}" for row in rows)
         note(f"A pass of the draft model runs {ran}.")
-        chosen: list[int] = super().run(sequence, table, rows)
+        chosen: list[int] = super().one_pass(sequence, table, rows)
         return chosen
 
     def on_wrong_read(self, read: WrongRead) -> None:

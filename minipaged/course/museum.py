@@ -16,7 +16,8 @@ from minipaged.testing.content_runner import ContentRunner, WrongRead
 from minipaged.testing.workloads import WorkloadRun, letters, random_workload
 
 Parts = Mapping[str, Any]
-"""Parts that replace those of an engine: `memory`, `policy`; and `runner`, a subclass of ContentRunner."""
+"""Parts that replace those of an engine: `memory`, `policy`; `drafts`, which makes them from the engine's config; and
+`runner`, a subclass of ContentRunner."""
 
 
 class TellingRunner(ContentRunner):
@@ -34,7 +35,10 @@ def run_workload(seed: int, parts: Parts) -> None:
     """Run one workload and check its reads, outputs and leaks. Raises the first error."""
     of_engine = dict(parts)
     runner = type("Runner", (TellingRunner, of_engine.pop("runner", ContentRunner)), {})
-    run = WorkloadRun(random_workload(seed), make_runner=runner, steady=False, **of_engine)
+    workload = random_workload(seed)
+    if "drafts" in of_engine:
+        of_engine["drafts"] = of_engine["drafts"](workload.config)
+    run = WorkloadRun(workload, make_runner=runner, steady=False, **of_engine)
     run.to_the_end()
     run.check_outputs()
     run.check_nothing_leaked()

@@ -25,7 +25,7 @@ GRADED = {
     "stale_table": ("block-table", "fork, adopt and replace share"),
 }
 """Those that are answers to an assignment, and the test that its page shows."""
-SERVED = ("never_fits", "lost_hash", "shared_read", "late_pin", "one_window")
+SERVED = ("never_fits", "lost_hash", "shared_read", "late_pin", "one_window", "bonus_token")
 
 
 def fixes(name: str) -> list[tuple[str, str]]:

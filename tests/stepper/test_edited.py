@@ -80,9 +80,10 @@ def test_every_editable_cell_runs_by_itself_from_what_a_page_has_of_minipaged(tm
         assert "the code above" in {function["file"] for function in result["run"]["functions"]}
 
 
-def test_there_are_sliders_in_the_tutorials_on_memory_batches_preemption_load_floors_and_windows() -> None:
+def test_there_are_sliders_in_the_tutorials_on_memory_batches_preemption_load_floors_windows_and_drafts() -> None:
     names = {"01_contiguous_memory", "05_continuous_batching", "08_preemption", "19_under_load"}
-    assert set(SLIDING) == names | {"20_a_cache_with_floors", "21_not_every_layer_remembers"}
+    names |= {"20_a_cache_with_floors", "21_not_every_layer_remembers", "22_guess_and_verify"}
+    assert set(SLIDING) == names
 
 
 def slid(source: str, needed: str, **values: int) -> dict[str, Any]:

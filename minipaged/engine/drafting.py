@@ -63,8 +63,9 @@ class AdaptiveDrafts:
         for k in range(1, self.num_speculative_tokens + 1):
             stands *= acceptance
             num_tokens += stands
-            if (gain := num_tokens / (1 + k * cost)) > best_gain:
-                best, best_gain = k, gain
+            if (gain := num_tokens / (1 + k * cost)) <= best_gain:  # each further token adds less
+                break
+            best, best_gain = k, gain
         return best
 
     def note(self, record: DraftRecord, num_drafted: int, num_accepted: int) -> None:

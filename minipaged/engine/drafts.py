@@ -34,6 +34,10 @@ class Drafts:
             sequence.lookup = PromptLookup(sequence.tokens, *self._lengths)
         return sequence.lookup.draft(most)
 
+    def any_for(self, plan: Plan) -> bool:
+        """Whether a token would be drafted if all sequences of this plan went on decoding."""
+        return any(self.draft(request, sequence, len(plan.rows)) for request, sequence in plan.owners())
+
     def note(self, sequence: SequenceState, num_drafted: int, num_accepted: int) -> None:
         """Note what became of a sequence's drafts in a step."""
         self.rule.note(sequence.draft_record, num_drafted, num_accepted)

@@ -108,7 +108,7 @@ class Engine:
         self._writers = writers
         self._steady = (
             Steady(self._launcher, self._committer, self.scheduler, self.blocks, writers, self._emit)
-            if steady and not self.blocks.has_windows and not drafts
+            if steady and not self.blocks.has_windows
             else None
         )
         self._launch = (self._steady or self._launcher).launch

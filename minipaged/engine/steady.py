@@ -10,8 +10,9 @@ step. The short way reuses the lane's latest plan unchanged:
 - commit: each sequence gets its token, appended by the committer.
 
 Everything else takes the long way, after `stop`: a sequence that ends, a request that is admitted, too few blocks, an
-abort, an error. `Engine(steady=False)` takes the long way in every step. Both ways give the same steps, events, outputs
-and counts (tests/engine/test_steady.py).
+abort, an error. So do steps with drafted tokens, and with drafts on, all steps while a request waits.
+`Engine(steady=False)` takes the long way in every step. Both ways give the same steps, events, outputs and counts
+(tests/engine/test_steady.py).
 """
 
 from __future__ import annotations
@@ -204,11 +205,13 @@ class Steady:
 
     def _going_on(self, lane: int, in_flight: int) -> Batch | None:
         """The lane's batch, if its next step can take the short way."""
-        batch = self._batches.get(lane)
+        batch, scheduler = self._batches.get(lane), self._scheduler
+        plan = batch.plan if batch else self._latest.get(lane)
+        if plan is None or not (batch or _all_go_on(plan, scheduler.lanes[lane])):
+            return None
+        if scheduler.drafts and (scheduler.waiting or scheduler.drafts.any_for(plan)):
+            return None
         if batch is None:
-            plan = self._latest.get(lane)
-            if plan is None or not _all_go_on(plan, self._scheduler.lanes[lane]):
-                return None
             batch = self._batches[lane] = Batch(plan, self._blocks, in_flight)
         if batch.steps_left <= 0 or self._writers.of(lane).has_news:
             return None
@@ -219,6 +222,9 @@ class Steady:
         launcher, plan = self._launcher, batch.plan
         started = launcher.begin()
         batch.advance(self._emit)
+        if drafts := self._scheduler.drafts:
+            for sequence in batch.sequences:
+                drafts.note(sequence, 0, 0)
         if self._scheduler.waiting:
             plan = self._scheduler.admit(plan)
             if plan is not batch.plan:

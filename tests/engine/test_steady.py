@@ -22,7 +22,7 @@ from minipaged.engine.views import plain
 from minipaged.errors import InvalidRequest
 from minipaged.events import Event
 from minipaged.outputs import RequestUpdate
-from minipaged.params import EngineConfig, RequestOutputKind, SamplingParams
+from minipaged.params import EngineConfig, RequestOutputKind, SamplingParams, SpeculativeConfig
 from minipaged.reference.block_allocator import BlockAllocator
 from minipaged.scheduling import MakePolicy, RequestView, Way
 from minipaged.steps import StepInput
@@ -188,6 +188,7 @@ def account_of(
     account.pool = list(engine.blocks.allocator.allocate_many(engine.blocks.allocator.num_free))
     account.happened["preempted"] = engine.stats.preempted_by_swap + engine.stats.preempted_by_recompute
     account.happened["deduplicated or shared"] = engine.stats.prefix_cache_hit_tokens
+    account.happened["drafted"] = engine.stats.tokens_drafted
     account.happened["evicted"] = engine.stats.prefix_cache_evictions
     return account
 
@@ -203,21 +204,27 @@ def check_same(scene: Scene, *arguments: Any, **options: Any) -> Account:
     return steady
 
 
+LOOKUP = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=2)
+
+
 @one_case_in(4)
 @scaled
 @pytest.mark.parametrize("seeds", seeds(400, 20, least=40), ids=str)
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-def test_both_ways_give_the_same(seeds: range, async_scheduling: bool) -> None:
+@pytest.mark.parametrize("way", ["sync", "async", "drafting"])
+def test_both_ways_give_the_same(seeds: range, way: str) -> None:
     """Every step said to the runner, every update, every count, and the order of the free blocks."""
     happened: Counter[str] = Counter()
     for seed in seeds:
         try:
-            tier = FAST if seed % 2 else REFERENCE
-            happened += check_same(scene_of(seed, async_scheduling=async_scheduling), tier).happened
+            tier, scene = FAST if seed % 2 else REFERENCE, scene_of(seed, async_scheduling=way == "async")
+            if way == "drafting":
+                scene = replace(scene, config=replace(scene.config, speculative_config=LOOKUP))
+            happened += check_same(scene, tier).happened
         except Exception as error:
             error.add_note(f"in scene {seed}")
             raise
     assert happened["steady"] > 10 * len(seeds)
+    assert (happened["drafted"] > len(seeds)) == (way == "drafting")
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])

@@ -111,8 +111,8 @@ for seed in range(200):
 # The project's [`PromptLookup`](../minipaged/engine/prompt_lookup.py) drafts the same tokens. It finds them in an
 # index, because our loop would search a long text again in every step.
 #
-# The other usual source of drafts is a small *draft model* (method `"draft_model"`), which runs k times per step and
-# has keys and values of its own.
+# The other usual source of drafts is a small *draft model* (method `"draft_model"`). It runs k + 1 times per step, and
+# has its keys and values in the same blocks.
 #
 # ## One step verifies all
 #
@@ -238,14 +238,15 @@ assert allocator.num_free == 5  # block 3 is free again
 # ([tutorial 9](09_prefix_caching.py)) only when all its tokens are verified, because others may read it from then on.
 #
 # It is easy to be off by one here. If the bonus token is counted as computed, then its slot is read before anybody has
-# written it. And a draft model is one token further behind: it never ran the last token that it drafted. Here are both
-# counts, if all k tokens stand:
+# written it. And a draft model that stops at its last guess is one token further behind: it never ran that guess. Here
+# are both counts, if all k tokens stand:
 #
 #     tokens            ... t  d1  d2  d3  d4  bonus
 #     model ran             t  d1  d2  d3  d4             next it runs the bonus token
 #     draft model ran       t  d1  d2  d3                 next it runs d4 and the bonus token
 #
-# A bug in the last line has shipped, and [the bug museum](../docs/museum/bonus_token.md) has it with a failing run.
+# A bug in the last line has shipped, and [the bug museum](../docs/museum/bonus_token.md) has it with a failing run. In
+# minipaged the draft model runs its last guess, too, if only for its keys and values. So it is never behind.
 #
 # ## When tokens are sampled
 #
@@ -344,12 +345,13 @@ def wanted(row, output):
     return SamplingInput(row, sampled, prompt_token_ids=[0], output_token_ids=output, seed=7, stream=0)
 
 
-def say(k, reject=False, length=20):
-    """The tokens with k drafted ones per step, and the number of steps."""
+def say(k, reject=False, bonus=0, length=20):
+    """The tokens with k drafted ones per step, and the number of steps. `bonus`: 1 if it also guesses the token after
+    them, which is not run."""
     said, num_steps = [], 0
     while len(said) < length:
-        guess, q = [], np.empty((k, 5))
-        for i in range(k):
+        guess, q = [], np.empty((k + bonus, 5))
+        for i in range(k + bonus):
             q[i] = draft_logits_after(said + guess)
             [token] = sample(q[i : i + 1], [wanted(0, said + guess)])
             guess.append(token.token_id)
@@ -373,13 +375,24 @@ for name, k, reject in [
     print(f"{name:13}{''.join('ABCDE'[token] for token in said)}  in {num_steps} steps")
 
 # %% [markdown]
-# The texts by rejection are others, and just as likely.
-#
-# But whoever sets a seed to get the same answer again gets
-# another one if the number of drafted tokens changes, for example because the batch is full. Nobody can have both: the
-# most accepted drafts, and tokens that do not depend on the drafts. [The concept
-# page](../docs/concepts/speculation.md#verification) has the reason. minipaged compares whatever prompt lookup drafts.
-# Such a draft is certain of its token (q is 1 there), so comparing accepts as much as rejection would.
+# The texts by rejection are others, and just as likely. But they also differ from each other. In an engine, the number
+# of drafted tokens depends on the batch: whoever sets a seed to get the same answer again would get another one when
+# the server is full. The number matters because it decides which positions a guess reaches. No guess reaches the bonus
+# token. So let the draft model guess that one, too, and accept or refuse it like the others:
+
+# %%
+for k in (0, 1, 4):
+    said, num_steps = say(k, reject=True, bonus=1)
+    print(f"{k}, rejection {''.join('ABCDE'[token] for token in said)}  in {num_steps} steps")
+
+assert say(0, True, 1)[0] == say(1, True, 1)[0] == say(4, True, 1)[0]
+
+# %% [markdown]
+# Now the number changes nothing, not even if nothing is drafted. That is what minipaged does. But its tokens are not
+# those without a draft model. Nobody can have both: the most accepted drafts, and tokens that do not depend on the
+# drafts at all. [The concept page](../docs/concepts/speculation.md#verification) has the reason. Prompt lookup has no
+# such choice to make. Its draft is certain of its token (q is 1 there), so comparing accepts as much as rejection
+# would.
 #
 # ## In the engine
 #

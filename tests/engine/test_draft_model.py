@@ -218,7 +218,7 @@ def test_a_step_in_which_the_draft_model_does_not_run_is_found() -> None:
 
 
 def test_a_last_drafted_token_that_is_not_run_is_found() -> None:
-    """The mistake of vLLM's pull request 9730: if all drafts stand, the draft model lacks the last one's K/V."""
+    """If all drafts stand, the last one's K/V are missing."""
 
     class Short(TwoModels):
         def _draw(self, batch: Batch, guesses: Any, places: Any) -> None:

@@ -33,8 +33,9 @@ from minipaged.contracts import (
     VerifyFunction,
 )
 from minipaged.mirror import Mirror, PerLane
+from minipaged.params import SamplingParams
 from minipaged.scheduling import Costs
-from minipaged.steps import BlockMoves, Row, StepInput
+from minipaged.steps import TO_DRAFT, Begun, BlockMoves, Row, Sampling, StepInput
 
 
 @dataclass(slots=True)
@@ -74,6 +75,15 @@ class DraftedRunner(Runner):
         choices = self._choose(logits, guesses)
         self.mirror.chosen(choices)
         return StepResult(choices, logits, self.model.prompt_logprobs(self.mirror.prompt_inputs), drafted)
+
+    def warm_up(self) -> None:
+        """Draw, and verify what is drawn, so that kernels compile now. The caches must be unused."""
+        sampling = Sampling(SamplingParams(temperature=1), seed=0, stream=0)
+        begun = Begun(0, (0,), prompt_length=1, blocks=(0,), sampling=sampling)
+        row = (
+            Row(0, 0, 2, num_choices=1, drafted=(TO_DRAFT,)) if self.model.kv_cache.block_size > 1 else Row(0, 0, 1, 1)
+        )
+        self.run(StepInput(0, fresh=True, begun=(begun,), added=(row,)))
 
     def _guess(self) -> list[_Guesses]:
         """Run the draft model on the step's tokens, and let it guess those to draft and one more."""

@@ -211,7 +211,10 @@ class FastTier(DeviceTier):
     def drafted(self, runner: Runner, draft_runner: Runner) -> Runner:
         from minipaged.fast.speculation import verify
 
-        return DraftedRunner(runner, draft_runner, verify)
+        joined = DraftedRunner(runner, draft_runner, verify)
+        with self.kernels_compiled():
+            joined.warm_up()
+        return joined
 
     def free_device_bytes(
         self, config: ModelConfig, weights: Any, max_num_seqs: int, max_num_batched_tokens: int

@@ -79,10 +79,8 @@ class DraftedRunner(Runner):
     def warm_up(self) -> None:
         """Draw, and verify what is drawn, so that kernels compile now. The caches must be unused."""
         sampling = Sampling(SamplingParams(temperature=1), seed=0, stream=0)
-        begun = Begun(0, (0,), prompt_length=1, blocks=(0,), sampling=sampling)
-        row = (
-            Row(0, 0, 2, num_choices=1, drafted=(TO_DRAFT,)) if self.model.kv_cache.block_size > 1 else Row(0, 0, 1, 1)
-        )
+        begun = Begun(0, (0,), prompt_length=1, blocks=(0, 0), sampling=sampling)
+        row = Row(0, 0, 2, num_choices=1, drafted=(TO_DRAFT,))
         self.run(StepInput(0, fresh=True, begun=(begun,), added=(row,)))
 
     def _guess(self) -> list[_Guesses]:

@@ -40,7 +40,7 @@ class AdaptiveDrafts:
     """The most tokens to draft."""
     disable_by_batch_size: int | None = None
     """The number of sequences from which on a batch is full and drafts nothing; None for no such number."""
-    tokens_per_read: float = 16.0
+    tokens_per_read: float = 12.0
     """Tokens whose arithmetic takes as long as reading the model's weights."""
     memory: float = 0.9
     """The share of its weight that a record keeps in each step."""

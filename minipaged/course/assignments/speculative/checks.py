@@ -50,7 +50,7 @@ MOST_TOKENS = 4
 """The most tokens of a vocabulary, and of a draft."""
 LARGEST_BLOCK = 4
 """The most slots of a block."""
-ENGINE_WORKLOADS = 12
+ENGINE_WORKLOADS = 20
 
 
 # --- Verifying --------------------------------------------------------------------------------------
@@ -114,8 +114,10 @@ def check_residual(bench: Bench) -> None:
 
 # --- The distribution -------------------------------------------------------------------------------
 
-DRAWS, DRAWS_OF_A_CALL = 60_000, 1_000
-"""The number of drafts that are drawn and verified, and that of one call of the worker."""
+DRAWS = 60_000
+"""The number of drafts that are drawn and verified."""
+DRAWS_OF_A_CALL = 1_000
+"""The number of them in one call of the worker."""
 P = [[0.375, 0.375, 0.125, 0.125], [0.125, 0.125, 0.25, 0.5]]
 Q = [[0.125, 0.125, 0.25, 0.5]]
 LARGEST_CHI_SQUARE = 40.0
@@ -175,7 +177,7 @@ def distribution_failure(
         f"speculative = {bench.part[1]}(4)",
         "answers = Counter()",
         f"for chunk in range({DRAWS // DRAWS_OF_A_CALL}):",
-        f"    answers.update(outcomes(speculative, p, q, {DRAWS_OF_A_CALL}, {DRAWS * bench.seed} + chunk))",
+        f"    answers.update(outcomes(speculative, p, q, {DRAWS_OF_A_CALL}, chunk + {DRAWS * bench.seed}))",
         *lines,
     ]
     imports = ["from collections import Counter", "from random import Random"]

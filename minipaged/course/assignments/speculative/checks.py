@@ -116,7 +116,7 @@ def check_residual(bench: Bench) -> None:
 
 DRAWS = 60_000
 """The number of drafts that are drawn and verified."""
-DRAWS_OF_A_CALL = 1_000
+DRAWS_OF_A_CALL = 200
 """The number of them in one call of the worker."""
 P = [[0.375, 0.375, 0.125, 0.125], [0.125, 0.125, 0.25, 0.5]]
 Q = [[0.125, 0.125, 0.25, 0.5]]

@@ -266,11 +266,11 @@ class RollBackSession(SpeculativeSession):
     """Sequences whose refused tokens are rolled back."""
 
     def __init__(self, bench: Bench, block_size: int) -> None:
-        super().__init__(bench, block_size)
-        self._step = 0
-        self._pool: BlockAllocator = plain_parts()[0](NUM_BLOCKS)
         self._sequences: list[_DraftingSequence] = []
         self._cached: list[int] = []
+        self._pool: BlockAllocator = plain_parts()[0](NUM_BLOCKS)
+        super().__init__(bench, block_size)
+        self._step = 0
         self._lines.append(f"allocator = BlockAllocator({NUM_BLOCKS})")
 
     def run(self, steps: Sequence[RollBackStep]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from minipaged.contracts import BlockTable, Logits, Sampled, SamplingInput
+from minipaged.contracts import Logits, Sampled, SamplingInput
 from minipaged.course.assignments.speculative.session import (
     RollBackSession,
     RollBackStep,
@@ -136,6 +136,16 @@ def check_distribution(bench: Bench) -> None:
             crashed = isinstance(answer.error, StudentError)
             raise Failed(Failure(raised_message("verify", answer.error, "verify"), crashed=crashed))
         counts.update(answer)
+    stand, right = sum(n for tokens, n in counts.items() if len(tokens) == 2) / DRAWS, sum(map(min, P[0], Q[0]))
+    room = 5 * math.sqrt(right * (1 - right) / DRAWS)  # 1 %
+    if abs(stand - right) > room:
+        message = f"{stand:.1%} of the drafted tokens stand; it should be the sum of min(p, q), {right:.1%}"
+        lines = [
+            f"stand = sum(n for tokens, n in answers.items() if len(tokens) == 2) / {DRAWS}",
+            f"assert abs(stand - {right}) < {room:.3f}, stand",
+        ]
+        drawing = (f"{stand * DRAWS:,.0f} of {DRAWS:,} stand, about {right * DRAWS:,.0f} expected",)
+        raise distribution_failure(bench, message, drawing, lines)
     for place, row in enumerate(P):
         at = Counter(tokens[place] for tokens in counts.elements() if len(tokens) > place)
         n = at.total()
@@ -154,22 +164,12 @@ def check_distribution(bench: Bench) -> None:
                 f"chi_square = {CHI_SQUARE.format(row=f'p[{place}]')}",
                 f"assert chi_square < {LARGEST_CHI_SQUARE}, chi_square",
             ]
-            raise distribution_failure(bench, message, lines, at, row)
-    stand, right = sum(n for tokens, n in counts.items() if len(tokens) == 2) / DRAWS, sum(map(min, P[0], Q[0]))
-    room = 5 * math.sqrt(right * (1 - right) / DRAWS)  # 1 %
-    if abs(stand - right) > room:
-        message = f"{stand:.1%} of the drafted tokens stand; it should be the sum of min(p, q), {right:.1%}"
-        lines = [
-            f"stand = sum(n for tokens, n in answers.items() if len(tokens) == 2) / {DRAWS}",
-            f"assert abs(stand - {right}) < {room:.3f}, stand",
-        ]
-        raise distribution_failure(bench, message, lines)
+            counted = [f"token {t}: {at[t]:6,} times, about {n * share:6,.0f} expected" for t, share in enumerate(row)]
+            raise distribution_failure(bench, message, counted, lines)
 
 
-def distribution_failure(
-    bench: Bench, message: str, lines: Sequence[str], counts: Counter[int] | None = None, row: Sequence[float] = ()
-) -> Failed:
-    """Return the failure with a script that draws the same tokens, and with the counts beside the right ones."""
+def distribution_failure(bench: Bench, message: str, drawing: Sequence[str], lines: Sequence[str]) -> Failed:
+    """Return the failure with a script that draws the same tokens; `lines` then compare them."""
     body = [
         *sources_of(outcomes),
         f"p = {P}",
@@ -182,12 +182,7 @@ def distribution_failure(
     ]
     imports = ["from collections import Counter", "from random import Random"]
     script = make_script(bench.submission, bench.part[1], None, message, imports, body)
-    drawing: tuple[str, ...] = ()
-    if counts is not None:
-        n = counts.total()
-        told = [f"token {t}: {counts[t]:6,} times, about {n * share:6,.0f} expected" for t, share in enumerate(row)]
-        drawing = tuple(told)
-    return Failed(Failure(message, drawing=drawing, script=script))
+    return Failed(Failure(message, drawing=tuple(drawing), script=script))
 
 
 # --- Rolling back -----------------------------------------------------------------------------------
@@ -251,30 +246,10 @@ class StudentsSpeculation:
         return [vocab[token] for token in tokens]
 
     def trim(self, sequence: SequenceState, num_tokens: int) -> tuple[int, ...]:
-        """Give back the slots of refused tokens (`Memory.trim`)."""
-        table = sequence.table
-        numbers = self._verified[sequence.sequence_id]
-
-        def roll_back(num_tokens: int) -> None:
-            session = RollBackSession(self._bench, self._block_size)
-            session.given_table(table)
-            session.roll_back(table, *numbers)
-
-        sequence.table = TrimmedByStudent(table, roll_back)  # type: ignore[assignment]
-        try:
-            return self._trim(sequence, num_tokens)
-        finally:
-            sequence.table = table
-
-
-class TrimmedByStudent:
-    """A block table whose `trim` is another function."""
-
-    def __init__(self, inner: BlockTable, trim: Callable[[int], None]) -> None:
-        self._inner, self.trim = inner, trim
-
-    blocks = property(lambda self: self._inner.blocks)
-    num_tokens = property(lambda self: self._inner.num_tokens)
+        """Give back the slots of refused tokens (`Memory.trim`): those that a table of the same length has lost."""
+        session = RollBackSession(self._bench, self._block_size)
+        verified = self._verified[sequence.sequence_id]
+        return self._trim(sequence, session.slots_left(sequence.table.num_tokens, *verified))
 
 
 class Guesses(Drafts):

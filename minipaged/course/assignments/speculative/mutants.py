@@ -202,6 +202,13 @@ BUGS = {
         IS_BELOW,
         "u[i] < __import__('math').exp(__import__('math').log(p[i][token]) - __import__('math').log(q[i][token]))",
     ),
+    "as without drafts: no drafted token stands, and the token is drawn from p": (
+        SHARES,
+        IS_BELOW,
+        "False",
+        FROM_RESIDUAL,
+        "self._drawn(p[i], v[i])",
+    ),
     "one number for two: u is used for the residual too": (
         SHARES,
         FROM_RESIDUAL,

@@ -30,7 +30,7 @@ Row = list[float]
 """A distribution: the probability of each token."""
 TOLERANCE = 1e-9
 """The rounding error that a residual may have."""
-NUM_BLOCKS = 60
+NUM_BLOCKS = 100
 """The size of the pool."""
 
 
@@ -309,9 +309,13 @@ class RollBackSession(SpeculativeSession):
                 invariant=Invariant.CONTENT,
             )
 
-    def given_table(self, table: BlockTable) -> None:
-        """Let the script begin with a table like this one, which belongs to an engine."""
-        self._lines += [f"a = BlockTable({self.block_size}, allocator)", f"a.append({table.num_tokens})"]
+    def slots_left(self, num_tokens: int, num_drafted: int, num_accepted: int) -> int:
+        """Roll back a new table with this many slots, and return the number of slots that are left."""
+        table = plain_parts()[1](self.block_size, self._pool)
+        table.append(num_tokens)
+        self._lines += [f"a = BlockTable({self.block_size}, allocator)", f"a.append({num_tokens})"]
+        self.roll_back(table, num_drafted, num_accepted)
+        return table.num_tokens
 
     def _why_published(self, answer: Any, right: int, before: int) -> str:
         size, full = self.block_size, right // self.block_size

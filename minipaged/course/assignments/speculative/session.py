@@ -226,7 +226,7 @@ class SpeculativeSession(Session):
 # --- Rolling back -----------------------------------------------------------------------------------
 
 
-class OfferedTable:
+class RolledBackTable:
     """A table of the grader's for the student's `roll_back`."""
 
     OFFERED: ClassVar[tuple[str, ...]] = ("blocks", "num_tokens", "trim")
@@ -288,7 +288,7 @@ class RollBackSession(SpeculativeSession):
         not compared."""
         shown = f"speculative.roll_back({name}, {num_drafted}, {num_accepted})"
         before, blocks, num_refused = table.num_tokens, list(table.blocks), num_drafted - num_accepted
-        given = OfferedTable(table), num_drafted, num_accepted
+        given = RolledBackTable(table), num_drafted, num_accepted
         answer = self._call("roll_back", given, shown, f"published = {shown}")
         right = before - num_refused
         if table.num_tokens != right:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -13,12 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minipaged.contracts import BlockTable
 from minipaged.course.assignments.speculative.checks import ASSIGNMENT, DRAWS, LARGEST_CHI_SQUARE, P, Q
 from minipaged.course.assignments.speculative.mutants import SEEDED, STANDING_FIRST, TOKEN_BY_TOKEN
 from minipaged.course.assignments.speculative.session import RollBackSession, SpeculativeSession, Verification
 from minipaged.course.assignments.speculative.worker import outcomes
 from minipaged.course.grader.assignment import GradeStatus
+from minipaged.course.grader.handouts import folder_of
+from minipaged.reference.block_allocator import BlockAllocator
+from minipaged.reference.block_table import BlockTable
 from minipaged.reference.sampling import Distribution
 from minipaged.reference.speculation import is_accepted, residual
 from tests.course import harness
@@ -137,6 +140,27 @@ def test_right_classes_answer_as_the_reference_does(source: str) -> None:
         weights = np.diff(residual(p[0], q[0]).cumulative, prepend=0)
         assert speculative.residual(p[0].tolist(), q[0].tolist()) == pytest.approx(weights / weights.sum())
     assert min(accepted[True], accepted[False]) > 100
+
+
+@pytest.mark.parametrize("source", SEEDED.right.values(), ids=SEEDED.right)
+def test_the_examples_of_the_handout_are_right(source: str) -> None:
+    made = dict[str, Any]()
+    exec(source, made)
+    speculative = made["Speculative"](4)
+    handout = (folder_of("speculative") / "handout.md").read_text()
+    verify, roll_back = (
+        re.findall(rf"(speculative\.{name}.*\)) +returns (.*)", handout) for name in ("verify", "roll")
+    )
+    p = [[0.5, 0.25, 0.25], [0, 0.25, 0.75], [1, 0, 0]]
+    q = [[0.25, 0.5, 0.25], [0.5, 0.25, 0.25]]
+    assert all(" ".join(f"{share:<5g}" for share in row).rstrip() in handout for row in [*p, *q])
+    assert speculative.residual(p[1], q[1]) == [0, 0, 1]
+    table = BlockTable(4, BlockAllocator(8))
+    table.append(10)
+    for [(call, answer)] in (verify, roll_back):
+        found = eval(call, {"speculative": speculative, "p": p, "q": q, "table": table})
+        assert (found if isinstance(found, int) else list(found)) == eval(answer)
+    assert len(table.blocks) == 2
 
 
 def test_many_draws_of_a_right_class_stay_far_from_the_bounds() -> None:

@@ -129,8 +129,8 @@ def check_distribution(bench: Bench) -> None:
     """Check the shares of tokens among many, and how often a drafted one stands."""
     session = SpeculativeSession(bench)
     worker, counts = bench.process.modules[0], Counter[tuple[int, ...]]()
-    for chunk in range(DRAWS // DRAWS_OF_A_CALL):
-        given = (session.speculative, P, Q, DRAWS_OF_A_CALL, DRAWS * bench.seed + chunk)
+    for seed in seeds(bench):
+        given = (session.speculative, P, Q, DRAWS_OF_A_CALL, seed)
         [answer] = bench.process.batch([(worker, "outcomes", given)])
         if isinstance(answer, Raised):
             crashed = isinstance(answer.error, StudentError)
@@ -168,6 +168,12 @@ def check_distribution(bench: Bench) -> None:
             raise distribution_failure(bench, message, counted, lines)
 
 
+def seeds(bench: Bench) -> range:
+    """Return a seed for each call of the worker."""
+    number = DRAWS // DRAWS_OF_A_CALL
+    return range(number * bench.seed, number * (bench.seed + 1))
+
+
 def distribution_failure(bench: Bench, message: str, drawing: Sequence[str], lines: Sequence[str]) -> Failed:
     """Return the failure with a script that draws the same tokens; `lines` then compare them."""
     body = [
@@ -176,8 +182,8 @@ def distribution_failure(bench: Bench, message: str, drawing: Sequence[str], lin
         f"q = {Q}",
         f"speculative = {bench.part[1]}(4)",
         "answers = Counter()",
-        f"for chunk in range({DRAWS // DRAWS_OF_A_CALL}):",
-        f"    answers.update(outcomes(speculative, p, q, {DRAWS_OF_A_CALL}, chunk + {DRAWS * bench.seed}))",
+        f"for seed in {seeds(bench)}:",
+        f"    answers.update(outcomes(speculative, p, q, {DRAWS_OF_A_CALL}, seed))",
         *lines,
     ]
     imports = ["from collections import Counter", "from random import Random"]
@@ -204,7 +210,13 @@ def check_roll_back(*kinds: str, beginning: Sequence[RollBackStep] = ()) -> Chec
 # --- The engine -------------------------------------------------------------------------------------
 
 MODEL = PlainModel()
-ASKED = SpeculativeConfig(method="ngram", num_speculative_tokens=4, prompt_lookup_min=1, prompt_lookup_max=3)
+PROMPT_LOOKUP: dict[str, Any] = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 3,
+}
+ASKED = SpeculativeConfig(**PROMPT_LOOKUP)
 
 
 class StudentsSpeculation:
@@ -292,7 +304,12 @@ REPETITIVE = (
     "The cat sat on the mat. The dog sat on the mat. The cow sat on",
     "one two three, one two three, one two",
 )
-SETTINGS: dict[str, Any] = {"num_blocks": 40, "block_size": 4, "max_model_len": 64, "speculative_config": None}
+SETTINGS: dict[str, Any] = {
+    "num_blocks": 40,
+    "block_size": 4,
+    "max_model_len": 64,
+    "speculative_config": PROMPT_LOOKUP,
+}
 
 
 def check_model(bench: Bench) -> None:
@@ -304,18 +321,16 @@ def check_model(bench: Bench) -> None:
     assert loaded.tokenizer
     prompts = [loaded.tokenizer.encode(prompt)[:24] for prompt in REPETITIVE]
     params = [SamplingParams(temperature=t, seed=bench.seed, max_tokens=12, ignore_eos=True) for t in (0.0, 0.4)]
-    asked = {name: getattr(ASKED, name) for name in ("method", "num_speculative_tokens")}
-    settings = SETTINGS | {"speculative_config": {**asked, "prompt_lookup_min": 1, "prompt_lookup_max": 3}}
 
     def texts(llm: LLM) -> list[list[int]]:
         outputs = llm.generate([prompt for prompt in prompts for _ in params], params * len(prompts), use_tqdm=False)
         return [list(one.outputs[0].token_ids) for one in all_sound(outputs)]
 
-    expected = texts(LLM(loaded, **settings))
+    expected = texts(LLM(loaded, **SETTINGS))
     bench.process.forget()
     events: list[Event] = []
     try:
-        llm = LLM(loaded, **settings, listeners=[events.append])
+        llm = LLM(loaded, **SETTINGS, listeners=[events.append])
         StudentsSpeculation(bench, llm.engine)
         found = texts(llm)
     except Exception as error:

@@ -14,6 +14,7 @@ from minipaged.course.assignments.block_table import checks as block_table
 from minipaged.course.assignments.eviction import checks as eviction
 from minipaged.course.assignments.paged_attention import checks as paged_attention
 from minipaged.course.assignments.scheduler import checks as scheduler
+from minipaged.course.assignments.speculative import checks as speculative
 from minipaged.course.assignments.under_load import checks as under_load
 from minipaged.course.grader import assignment, search, student_tests
 from minipaged.course.sandbox import process
@@ -33,12 +34,15 @@ FEWER = (
     (beam_search, "ENGINE_WORKLOADS", 4),
     (under_load, "ENGINE_WORKLOADS", 2),
     (eviction, "NUM_PROMPTS", 100),
+    (speculative, "ENGINE_WORKLOADS", 4),
+    (speculative, "DRAWS", 10_000),
 )
 FEWER_IN_A_PAGE = (
     (search, "EXAMPLES", 20),
     (block_allocator, "LARGE_POOLS", (8, 33)),
-    *((assignment, "ENGINE_WORKLOADS", 2) for assignment in (block_allocator, block_table, scheduler)),
+    *((assignment, "ENGINE_WORKLOADS", 2) for assignment in (block_allocator, block_table, scheduler, speculative)),
     (eviction, "NUM_PROMPTS", 100),
+    (speculative, "DRAWS", 10_000),
 )
 """What is graded twice, in a page and on the command line, has fewer still."""
 

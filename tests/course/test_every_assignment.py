@@ -21,7 +21,7 @@ from tests.effort import quick_cases, thorough
 
 NAMES = (
     *("block-allocator", "block-table", "paged-attention", "scheduler", "beam-search"),
-    *("prefix-cache", "eviction", "windows"),
+    *("prefix-cache", "eviction", "windows", "speculative"),
 )
 """Those that have no worker that is slow to start: the others' tests share one."""
 
@@ -69,6 +69,7 @@ USUAL = dict.fromkeys(NAMES, "the reference") | {
     "prefix-cache": "a tree of blocks",
     "eviction": "ours",
     "windows": "the first that is seen",
+    "speculative": "token by token",
 }
 """The right part that is graded with SmolLM2 too."""
 INDEX = {
@@ -127,6 +128,7 @@ REPEATED = {
     "prefix-cache": "any beginning will do",
     "eviction": "no pins",
     "windows": "without its window",
+    "speculative": "it may come again",
 }
 
 
@@ -149,6 +151,7 @@ WRONG_IN_A_MODEL = {
     "beam-search": "the likeliest comes last",
     "under-load": "no number",
     "quantize": "bytes are subtracted",
+    "speculative": "no bonus",
 }
 
 

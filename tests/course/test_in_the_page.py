@@ -31,7 +31,7 @@ HEAD = """<!doctype html><html lang="en"><meta charset="utf-8"><title>An assignm
 <meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">
 <style>:root {color-scheme: light dark} body {background: Canvas} [hidden] {display: none}</style>
 """ + "".join(f'<script src="{name}.js" defer></script>' for name in SCRIPTS)
-NAMES = ("block-allocator", "block-table", "scheduler", "prefix-cache", "eviction", "windows")
+NAMES = ("block-allocator", "block-table", "scheduler", "prefix-cache", "eviction", "windows", "speculative")
 LONG = 240_000
 """Milliseconds: Python in a page is several times slower, and other tests run beside it."""
 
@@ -138,6 +138,7 @@ def found_in(page: Page) -> list[list[str]]:
         ("prefix-cache", "any beginning will do"),
         ("eviction", "no pins"),
         ("windows", "a token too early"),
+        ("speculative", "whole blocks stay"),
     ],
 )
 def test_a_seeded_bug_gets_the_points_and_the_counterexample_of_the_command_line(

@@ -24,7 +24,7 @@ from tests.course.conftest import FEWER_IN_A_PAGE
 from tests.course.submissions import hostile
 from tests.effort import one_case_in, quick_cases, thorough
 
-NAMES = ("block-allocator", "block-table", "scheduler", "prefix-cache", "eviction", "windows")
+NAMES = ("block-allocator", "block-table", "scheduler", "prefix-cache", "eviction", "windows", "speculative")
 REFERENCE = find_seeded("block-allocator").right["the reference"]
 
 

@@ -37,6 +37,7 @@ ASSIGNMENTS = (
     "prefix-cache",
     "eviction",
     "windows",
+    "speculative",
 )
 """The assignments, in the order of the course. Each one's folder has its name, with underscores."""
 FOLDER = "minipaged.course.assignments"

@@ -1,0 +1,1 @@
+"""Assignment 12: drafted tokens are verified, and refused ones are rolled back."""

@@ -73,6 +73,11 @@ class LiveSequence:
         """Return the number of filled slots in the block of an entry of the table."""
         return min(block_size, self.num_computed - entry // self.num_groups * block_size)
 
+    def unverified(self, entry: int, block_size: int) -> int:
+        """Return the number of filled slots in the block of an entry whose tokens are only drafted, or not known."""
+        start = entry // self.num_groups * block_size
+        return max(0, self.filled(entry, block_size) - max(0, self.num_verified - start))
+
     @property
     def tokens(self) -> list[int]:
         return [*self.prompt, *self.output]
@@ -408,6 +413,7 @@ class State:
     def _forget(self, sequence: LiveSequence) -> None:
         del self.sequences[sequence.number]
         sequence.request.sequences.remove(sequence)
+        sequence.drafted = ()  # some may stand after its last token
         if sequence.ended != "dropped":
             sequence.request.done.append(sequence)
         if sequence.letter not in ("", NO_LETTER):

@@ -311,6 +311,7 @@ def test_drafts_can_be_read_in_both_colour_schemes_and_axe_finds_nothing(
     first = [event.name for event in DRAFTED_RUN.events].index("tokens_drafted")
     for n in range(first + 1, first + 5):
         page.evaluate("n => document.querySelector('paged-stepper').go(n)", n)
+        assert page.evaluate("document.querySelector('paged-stepper').fliers.children.length") == 0
         violations = axe_violations(page, **(COLOURS if scheme == "dark" else {}))
         assert not violations, (n, [(v["id"], [node["html"][:200] for node in v["nodes"]]) for v in violations])
     assert page.evaluate("document.documentElement.scrollWidth") <= width

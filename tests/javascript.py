@@ -34,6 +34,7 @@ const look = (fold) => (n) => {
     device: held(state, false), host: held(state, true),
     sequences: Object.fromEntries([...state.sequences].map(([id, s]) => [id, {
       request: s.request, tokens: s.tokens, prompt: s.prompt, table: s.table, num_computed: s.filled,
+      drafted: s.drafted.slice(s.tokens.length), standing: Math.max(0, s.verified - s.tokens.length),
       swapped: s.swapped, ended: s.done,
     }])),
     finished: Object.fromEntries(state.finished.map((s) => [s.id, [s.request, s.tokens, s.reason]])),
@@ -98,6 +99,8 @@ def _look(state: State) -> dict[str, Any]:
                 "prompt": len(sequence.prompt),
                 "table": sequence.table,
                 "num_computed": sequence.num_computed,
+                "drafted": list(sequence.drafted),
+                "standing": sequence.num_standing,
                 "swapped": sequence.swapped,
                 "ended": sequence.ended is not None,
             }

@@ -52,7 +52,9 @@ SECONDS: dict[Topic, float] = {
     "same": 0.8,
     "evict": 0.8,
     "pass": 0.8,
-    "roll back": 0.8,
+    "draft": 1.5,
+    "accept": 1.5,
+    "roll back": 1.0,
     "fork": 2.5,
     "copy": 2.0,
     "beams": 1.6,
@@ -229,7 +231,7 @@ class Player:
         if isinstance(event, QUIET) or (isinstance(event, TokensComputed) and not event.new_blocks):
             timeline.forward()
             return None
-        sentence = tell(timeline.state, event)
+        sentence = tell(timeline.state, event, self.view.word if self.view.decode else None)
         timeline.forward()
         if sentence is None:
             return None

@@ -54,6 +54,12 @@ CHILDREN = (
     "What is a lighthouse?",
 )
 
+MISSPELT = (
+    "The cat sat on the mat, and the dog lay on teh sofa. When the cat saw the dog, the cat ran from the mat to teh "
+    "door."
+)
+"""A text of which most is to be repeated, and some is not."""
+
 
 @dataclass(frozen=True, slots=True)
 class Text:
@@ -549,6 +555,44 @@ def disaggregated(stage: Stage) -> SceneResult:
     return SceneResult(texts_of(arrivals, second.outputs), story, measures, findings, same and all_had, events)
 
 
+# --- Drafts ---------------------------------------------------------------------------------------
+
+
+def speculation(stage: Stage) -> SceneResult:
+    """Serve a request without drafts, then with tokens drafted from its own prompt, which each step verifies (not in
+    the paper)."""
+    params = SamplingParams(temperature=0, max_tokens=stage.tokens(48))
+    arrivals = [stage.ask(f"Correct the spelling in this text and repeat it: {MISSPELT}", params)]
+    size = stage.block_size_or(4)
+
+    def play(name: str, drafts: dict[str, Any] | None) -> DemoRun:
+        return stage.run(
+            name,
+            arrivals,
+            {"draft": 3, "accept": 3, "roll back": 3},
+            block_size=size,
+            num_blocks=stage.blocks_of(1024, size),
+            shown_as=name,
+            paced=drafts is not None,
+            num_swap_blocks=0,
+            enable_prefix_caching=False,
+            speculative_config=drafts,
+        )
+
+    lookup = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    plain, drafted = play("without drafts", None), play("with drafts", lookup)
+    counts, (expected, output) = drafted.state.counts, (run.outputs[0] for run in (plain, drafted))
+    same = first_difference(expected, output) is None
+    findings = [
+        f"Of {counts['tokens drafted']} drafted tokens {counts['tokens accepted']} stood, and "
+        f"{counts['blocks rolled back']} blocks went back: {drafted.measures.steps} steps in place of "
+        f"{plain.measures.steps}.",
+        f"{len(output.outputs[0].token_ids)} tokens with drafts: {'the same' if same else 'DIFFERENT'} as without.",
+    ]
+    measures, events = [run.measures for run in (plain, drafted)], (plain.events, drafted.events)
+    return SceneResult(texts_of(arrivals, drafted.outputs), drafted.story, measures, findings, same, events)
+
+
 # --- The user's own prompts ------------------------------------------------------------------------
 
 
@@ -686,6 +730,14 @@ DISAGGREGATED = Scene(
     disaggregated,
 )
 """Not in SCENES, because it is about two engines."""
+SPECULATION = Scene(
+    "speculation",
+    "Drafted tokens, verified in one step",
+    "Watch hollow tokens: they are drafted, and one step verifies all of them. Those that stand turn solid; the others "
+    "vanish, and their blocks go back.",
+    speculation,
+)
+"""Not in SCENES, because it is not in the paper."""
 YOURS = Scene(
     "yours",
     "Your prompts",

@@ -21,7 +21,16 @@ from minipaged.contracts import BlockAllocator
 from minipaged.demo import report
 from minipaged.demo.player import Film, NextScene, Player, Quit, Screen
 from minipaged.demo.recording import Screencast
-from minipaged.demo.scenes import DISAGGREGATED, SCENES, TENSOR_PARALLEL, WINDOWS, YOURS, Scene, SceneResult
+from minipaged.demo.scenes import (
+    DISAGGREGATED,
+    SCENES,
+    SPECULATION,
+    TENSOR_PARALLEL,
+    WINDOWS,
+    YOURS,
+    Scene,
+    SceneResult,
+)
 from minipaged.demo.stage import Stage
 from minipaged.demo.terminal import Terminal, color_system, is_live
 from minipaged.demo.ticker import LEFT_OUT, printable, story
@@ -187,7 +196,7 @@ def _draws(console: Console) -> bool:
 def _choose(names: str | None, prompts: Sequence[str]) -> list[Scene]:
     if names is None:
         return [YOURS] if prompts else list(SCENES)
-    known = {one.name: one for one in (*SCENES, TENSOR_PARALLEL, WINDOWS, DISAGGREGATED, YOURS)}
+    known = {one.name: one for one in (*SCENES, TENSOR_PARALLEL, WINDOWS, DISAGGREGATED, SPECULATION, YOURS)}
     for name in names.split(","):
         if name not in known:
             raise InvalidRequest(f"there is no scene {name!r}; choose from {', '.join(known)}, or trace alone")

@@ -9,6 +9,7 @@
     keys
 
 A tile's letter names the sequence that holds the block; `×3` means that three sequences hold it (its reference count).
+`▯` is a drafted token, or the part of a block that drafted tokens fill: hollow until a step has verified them.
 Nothing relies on colour alone or on the background: tiles are in reverse video, in colours that stand out from black
 and from white.
 
@@ -53,7 +54,20 @@ BOLD = Style(bold=True)
 DIM = Style(dim=True)
 BLOCKS_OF_EIGHT = "▁▂▃▄▅▆▇█"
 ASCII = str.maketrans(
-    {"─": "-", "│": "|", "·": ".", "×": "x", "→": ">", "←": "<", "▸": ">", "…": "~", "░": ":", "▪": "o", "█": "#"}
+    {
+        "─": "-",
+        "│": "|",
+        "·": ".",
+        "×": "x",
+        "→": ">",
+        "←": "<",
+        "▸": ">",
+        "…": "~",
+        "░": ":",
+        "▪": "o",
+        "█": "#",
+        "▯": "?",
+    }
 )
 """Replacements for signs that the terminal's encoding lacks. (All eighths become #.)"""
 ASCII |= dict.fromkeys(map(ord, BLOCKS_OF_EIGHT), "#")
@@ -266,6 +280,7 @@ class StateView:
         shared = "A×3" if tile > 2 else "A3"
         parts = ["A·· partly filled", f"{shared} held by 3{' (cache too)' if state.cached else ''}"]
         parts += ["(c) cached"] if state.cached else []
+        parts += ["▯ drafted"] if state.counts["tokens_drafted"] else []
         return "  ".join([*parts, "· free", "▸ just now"])
 
     def _tiles(self, state: State, pool: PoolState, blocks: Iterable[int], width: int, touched: set[int]) -> Line:
@@ -290,8 +305,12 @@ class StateView:
             if len(text) > width:
                 text = f"{letter}×+"
         filled = pool.filled[block]
-        solid = width if filled >= state.block_size else max(1, width * filled // state.block_size)
-        text = text.ljust(solid).ljust(width, "·")
+        taken = solid = width if filled >= state.block_size else max(1, width * filled // state.block_size)
+        sequence = state.sequences[holders[0]]
+        if sequence.num_computed > sequence.num_verified:
+            drafted = sequence.unverified(sequence.table.index(block), state.block_size)
+            solid = min(taken - (drafted > 0), width * (filled - drafted) // state.block_size)
+        text = text.ljust(solid).ljust(taken, "▯").ljust(width, "·")
         style = self.style(letter)
         tile = [Segment(text[:solid], style + REVERSED)]
         if solid < width:
@@ -405,18 +424,20 @@ class StateView:
         """The block table of a single sequence as in Fig. 6, with the tokens in each block. With several groups of
         layers: a block for each, or a hole."""
         size, style = state.block_size, self.style(sequence.letter)
-        words = "its words" if self.decode else "its token ids"
+        column = "its words" if self.decode else "its token ids"
         table, more = list(zip(*sequence.tables(), strict=True)), 5 * (sequence.num_groups - 1)  # columns
-        lines: list[Line] = [[Segment(f"   logical    block{' ' * more}   filled   refs   {words}", DIM)]]
+        lines: list[Line] = [[Segment(f"   logical    block{' ' * more}   filled   refs   {column}", DIM)]]
         pool = state.host if sequence.swapped else state.device
-        tokens = sequence.tokens
+        tokens, num_verified = [*sequence.tokens, *sequence.drafted], sequence.num_verified
         first = max(0, len(table) - (rows - 1))
         if first:
             first += 1
             lines.append([Segment(f"         0 to {first - 1} are full, and out of sight", DIM)])
         for logical, blocks in list(enumerate(table))[first:]:
             here = tokens[logical * size : min((logical + 1) * size, sequence.num_computed)]
-            slots = "|".join(self.word(token).strip(" ") for token in here) + "|·" * (size - len(here))
+            words = [self.word(token).strip(" ") for token in here]
+            solid = max(0, num_verified - logical * size)
+            slots = "|".join([*words[:solid], *(f"▯{word}" for word in words[solid:])]) + "|·" * (size - len(here))
             refs = max(state.ref_count(block) if pool is state.device else 1 for block in blocks)
             count = "-" if sequence.ended else str(refs)
             cells = "".join(f"{'-' if block == HOLE else block:>4} " for block in blocks)

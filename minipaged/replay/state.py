@@ -55,6 +55,10 @@ class LiveSequence:
     ended: str | None = None
     """Why the sequence ended; None while it runs."""
     num_groups: int = 1
+    drafted: tuple[int, ...] = ()
+    """Tokens that may come next: drafted in this step, and not generated yet."""
+    num_standing: int = 0
+    """The number of tokens in `drafted`, from the first, that are verified and stand."""
 
     @property
     def blocks(self) -> list[int]:
@@ -69,9 +73,19 @@ class LiveSequence:
         """Return the number of filled slots in the block of an entry of the table."""
         return min(block_size, self.num_computed - entry // self.num_groups * block_size)
 
+    def unverified(self, entry: int, block_size: int) -> int:
+        """Return the number of filled slots in the block of an entry whose tokens are only drafted, or not known."""
+        start = entry // self.num_groups * block_size
+        return max(0, self.filled(entry, block_size) - max(0, self.num_verified - start))
+
     @property
     def tokens(self) -> list[int]:
         return [*self.prompt, *self.output]
+
+    @property
+    def num_verified(self) -> int:
+        """The number of tokens that the sequence has or is going to have. The others in its slots are only drafted."""
+        return len(self.prompt) + len(self.output) + self.num_standing
 
     def tokens_in(self, entry: int, block_size: int) -> tuple[int, ...]:
         """Return the tokens in one block of the table, without slots that are empty or whose token is unknown."""
@@ -247,8 +261,7 @@ class State:
             case ev.TokensComputed():
                 self._extend(self.sequences[event.sequence], event)
             case ev.TokenGenerated():
-                self.sequences[event.sequence].output.append(event.token_id)
-                self.num_generated += 1
+                self._generate(self.sequences[event.sequence], event.token_id)
             case ev.StepStarted():
                 self.step = event.step
                 self.forks, self.dropped = [], {}
@@ -278,7 +291,7 @@ class State:
             case ev.BlocksLoaded():
                 self._load(self.sequences[event.sequence], event.blocks)
             case ev.TokensDrafted() | ev.TokensAccepted():
-                self._count_drafts(event)
+                self._draft(self.sequences[event.sequence], event)
             case ev.BlocksStored():
                 self.counts["blocks stored"] += len(event.blocks)
             case ev.BlockDemoted() | ev.BlocksPromoted() | ev.HostBlockDropped():
@@ -369,6 +382,12 @@ class State:
 
     # --- Sequences --------------------------------------------------------------------------------
 
+    def _generate(self, sequence: LiveSequence, token: int) -> None:
+        sequence.output.append(token)
+        self.num_generated += 1
+        if sequence.num_standing:
+            sequence.drafted, sequence.num_standing = sequence.drafted[1:], sequence.num_standing - 1
+
     def _name(self, sequence: LiveSequence) -> None:
         if not sequence.letter:
             sequence.letter = self.letters.popleft() if self.letters else NO_LETTER
@@ -394,6 +413,7 @@ class State:
     def _forget(self, sequence: LiveSequence) -> None:
         del self.sequences[sequence.number]
         sequence.request.sequences.remove(sequence)
+        sequence.drafted = ()  # some may stand after its last token
         if sequence.ended != "dropped":
             sequence.request.done.append(sequence)
         if sequence.letter not in ("", NO_LETTER):
@@ -485,14 +505,17 @@ class State:
         del sequence.table[kept:]
         self.contiguous_tokens -= sequence.num_computed - event.num_tokens
         sequence.num_computed = event.num_tokens
+        sequence.drafted = sequence.drafted[: sequence.num_standing]
         for entry in range(kept - sequence.num_groups, kept):  # it has written into these, so they are its own
             self.device.fill(sequence.table[entry], sequence.filled(entry, self.block_size))
         self.counts["blocks rolled back"] += len(event.blocks)
 
-    def _count_drafts(self, event: ev.TokensDrafted | ev.TokensAccepted) -> None:
+    def _draft(self, sequence: LiveSequence, event: ev.TokensDrafted | ev.TokensAccepted) -> None:
         if isinstance(event, ev.TokensDrafted):
+            sequence.drafted, sequence.num_standing = event.token_ids, 0
             self.counts["tokens drafted"] += len(event.token_ids)
         else:
+            sequence.num_standing = event.num_accepted
             self.counts["tokens accepted"] += event.num_accepted
 
     def _give_back(self, sequence: LiveSequence, blocks: tuple[int, ...]) -> None:
@@ -511,6 +534,7 @@ class State:
             self._forget(sequence)
         else:
             sequence.table, sequence.num_computed, sequence.swapped = [], 0, False
+            sequence.drafted, sequence.num_standing = (), 0  # their step has failed
 
     def _move(self, name: str, pairs: Iterable[tuple[int, int]], *, to_host: bool) -> None:
         """Move all blocks of a request to the other pool. `pairs` maps old to new; a shared block stays shared."""

@@ -120,11 +120,14 @@ DraftEvent = ev.TokensDrafted | ev.TokensAccepted | ev.BlocksRolledBack
 def _tell_drafts(who: str, event: DraftEvent, words: Words | None) -> Sentence | None:
     match event:
         case ev.TokensDrafted():
-            tokens = listed(_word(token, words) for token in event.token_ids)
-            return Sentence("draft", f"guessed to come next in {who}, and run to be verified: {tokens}")
+            tokens = f": {listed(_word(token, words) for token in event.token_ids)}" if words else ""
+            drafted = _count(len(event.token_ids), "token")
+            return Sentence("draft", f"{drafted} drafted for {who}, and run to be verified{tokens}")
         case ev.TokensAccepted():
-            guessed = _count(event.num_drafted, "guessed token")
-            return Sentence("accept", f"{event.num_accepted} of {guessed} of {who} stood, and one more token is known")
+            drafted, stand = _count(event.num_drafted, "drafted token"), _verb(event.num_accepted, "stand")
+            return Sentence(
+                "accept", f"{event.num_accepted} of {drafted} of {who} {stand}, and one more token is known"
+            )
         case ev.BlocksRolledBack() if event.blocks:
             text = f"{who} rolls back to {_count(event.num_tokens, 'token')}: {numbers(event.blocks)} given back"
             return Sentence("roll back", text, event.blocks)
@@ -348,7 +351,7 @@ def explain(state: State, event: Event, words: Words | None = None, doubted: Col
                 "passed. What is given back leaves a hole in the table."
             )
         case ev.TokensDrafted() | ev.TokensAccepted() | ev.BlocksRolledBack():
-            return _explain_drafts(letter(event.sequence), event, words)
+            return _explain_drafts(state.sequences[event.sequence], event, words)
         case ev.BlocksFreed():
             return _explain_freed(state, state.sequences[event.sequence], event.blocks, doubted)
         case ev.BlockCached():
@@ -402,17 +405,22 @@ def explain(state: State, event: Event, words: Words | None = None, doubted: Col
     return _explain_sequence(state, event, words)
 
 
-def _explain_drafts(who: str, event: DraftEvent, words: Words | None) -> str:
+def _explain_drafts(sequence: LiveSequence, event: DraftEvent, words: Words | None) -> str:
+    who = letter(sequence.number)
     match event:
         case ev.TokensDrafted():
             tokens = listed(_quoted(token, words) for token in event.token_ids)
-            return f"These may come next in sequence {who}: {tokens}. The step runs them too, and says which are right."
+            if len(event.token_ids) == 1:
+                return f"1 token is drafted for sequence {who}: {tokens}. The step runs it, and says whether it stands."
+            drafted = f"{len(event.token_ids)} tokens are drafted for sequence {who}"
+            return f"{drafted}: {tokens}. The step runs them too, and says how many stand."
         case ev.TokensAccepted():
-            stand = "stands" if event.num_accepted == 1 else "stand"
-            return (
-                f"{event.num_accepted} of {_count(event.num_drafted, 'drafted token')} of sequence {who} {stand}. The "
-                "step also gives the token after them."
-            )
+            words_of = [_quoted(token, words) for token in sequence.drafted]
+            standing, refused = words_of[: event.num_accepted], words_of[event.num_accepted :]
+            which = f": {listed(standing)}" if standing else ""
+            place = f"in the place of {refused[0]}" if refused else "after them"
+            drafted = f"{event.num_accepted} of {_count(event.num_drafted, 'drafted token')} of sequence {who}"
+            return f"{drafted} {_verb(event.num_accepted, 'stand')}{which}. The step also gives the token {place}."
         case ev.BlocksRolledBack():
             back = f" It lets go of {_blocks(event.blocks)}, free again from now on." if event.blocks else ""
             return (
@@ -449,6 +457,9 @@ def _explain_sequence(state: State, event: Event, words: Words | None) -> str:
             )
         case ev.TokenGenerated():
             token = _quoted(event.token_id, words)
+            if state.sequences[event.sequence].num_standing:
+                known = "as drafted. Its keys and values are in the cache already."
+                return f"The next token of sequence {letter(event.sequence)} is {token}, {known}"
             return (
                 f"The next token of sequence {letter(event.sequence)} is {token}. It is known, but its keys and values "
                 "are not in the cache yet."
@@ -505,6 +516,7 @@ _WHY_IT_ENDS = {
 
 def _explain_computed(sequence: LiveSequence, event: ev.TokensComputed, block_size: int) -> str:
     needs = f"Sequence {letter(event.sequence)} needs {_count(event.num_tokens - sequence.num_computed, 'more slot')}"
+    needs += " for drafted tokens" if sequence.drafted else ""
     again = f" {_count(event.recomputed, 'token')} had been computed before." if event.recomputed else ""
     if event.new_blocks:
         are = "is" if len(event.new_blocks) == 1 else "are"
@@ -618,6 +630,10 @@ def _blocks(blocks: Iterable[int]) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _verb(count: int, verb: str) -> str:
+    return f"{verb}s" if count == 1 else verb
 
 
 def _times(count: int) -> str:

@@ -23,6 +23,7 @@ from minipaged.events import (
     StepFailed,
     StepScheduled,
     TokenGenerated,
+    TokensDrafted,
 )
 from minipaged.replay.state import State
 from minipaged.replay.teller import explain, letter
@@ -88,6 +89,8 @@ def words_of(events: Iterable[Event], decode: Callable[[list[int]], str]) -> dic
     for event in events:
         if isinstance(event, RequestArrived):
             tokens.update(event.prompt_token_ids)
+        elif isinstance(event, TokensDrafted):
+            tokens.update(event.token_ids)
         elif isinstance(event, TokenGenerated | BeamFinished):
             tokens.add(event.token_id)
     return {token: decode([token]) for token in sorted(tokens)}

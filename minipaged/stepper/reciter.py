@@ -64,10 +64,7 @@ class Reciter(Storyteller):
                 self._device.setdefault(slot // self._block_size, {})[slot % self._block_size] = token
         for given, row in zip(batch, rows, strict=True):
             self._check_reads(given.token_ids[-1], row, tables[row.sequence])
-        return [self._following(row.token_ids[-1]) for row in batch if row.wants_logits]
-
-    def _following(self, token: int) -> list[int]:
-        return self.following[token] or [token]
+        return self.next_tokens(batch)
 
     def _tables(self) -> dict[int, BlockTable]:
         """The sequences' own block tables. They are under test, so the slots must come from them."""

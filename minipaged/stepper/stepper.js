@@ -16,7 +16,7 @@
   const empty = () => ({
     pool: null, // the engine_started event
     step: 0,
-    sequences: new Map(), // number -> {id, request, tokens, prompt, table, filled, swapped, done}
+    sequences: new Map(), // number -> {id, request, tokens, drafted, verified, prompt, table, filled, swapped, done}
     arrivals: [],
     waiting: [],
     running: [],
@@ -45,11 +45,17 @@
     }
   };
   const HOLE = -1; // a table entry whose block a window has passed
+  /** The tokens that a sequence has, and those drafted to come next. */
+  const all = (s) => s.drafted.length > s.tokens.length ? s.drafted : s.tokens;
+  /** The number of tokens that it has or, as drafted tokens that stand, is going to have. */
+  const sure = (s) => Math.max(s.tokens.length, s.verified);
+  /** The class of the token at a position. A draft is drawn hollow, a refused one struck out; a pending one is unknown. */
+  const signOf = (s, i) => i < sure(s) ? "" : i >= all(s).length ? "pending" : s.verified < s.tokens.length ? "draft" : "refused";
   /** With G groups of layers, the entries of logical block i are i * G to i * G + G - 1, one for each group. */
-  const blockTokens = (state, s, entry) => {
+  const slotsOf = (state, s, entry) => {
     const size = state.pool.block_size;
     const from = Math.floor(entry / state.pool.group_windows.length) * size;
-    return s.tokens.slice(from, Math.min(s.filled, from + size));
+    return all(s).slice(from, Math.min(s.filled, from + size)).map((token, i) => [token, signOf(s, from + i)]);
   };
   /** By full blocks. */
   const extend = (state, e, s) => {
@@ -65,8 +71,8 @@
     },
     request_arrived(state, e) {
       state.sequences.set(e.sequence, {
-        id: e.sequence, request: e.request, tokens: [...e.prompt_token_ids], prompt: e.prompt_token_ids.length,
-        table: [], filled: 0, swapped: false, done: false,
+        id: e.sequence, request: e.request, tokens: [...e.prompt_token_ids], drafted: [], verified: 0,
+        prompt: e.prompt_token_ids.length, table: [], filled: 0, swapped: false, done: false,
       });
       state.arrivals = [...state.arrivals.filter((r) => r !== e.request), e.request];
       state.waiting.push(e.request);
@@ -77,8 +83,7 @@
       leave(state.running.includes(e.request) ? state.running : state.waiting, e.request);
     },
     sequence_forked(state, e) {
-      const parent = state.sequences.get(e.parent);
-      state.sequences.set(e.child, {...cloned(parent), id: e.child, request: e.request, done: false});
+      state.sequences.set(e.child, {...cloned(state.sequences.get(e.parent)), id: e.child, request: e.request, done: false});
     },
     token_generated(state, e, s) { s.tokens.push(e.token_id); },
     sequence_finished(state, e, s) {
@@ -88,18 +93,23 @@
     },
     blocks_freed(state, e, s) {
       if (s.done) state.sequences.delete(s.id);
-      else Object.assign(s, {table: [], filled: 0, swapped: false});
+      else Object.assign(s, {table: [], filled: 0, swapped: false, drafted: [], verified: 0});
     },
     tokens_computed(state, e, s) {
       s.table.push(...e.new_blocks);
       s.filled = e.num_tokens;
     },
-    blocks_rolled_back(state, e, s) { s.table.length -= e.blocks.length; s.filled = e.num_tokens; },
+    tokens_drafted(state, e, s) { s.drafted = [...s.tokens, ...e.token_ids]; },
+    tokens_accepted(state, e, s) { s.verified = s.tokens.length + e.num_accepted; },
+    blocks_rolled_back(state, e, s) {
+      s.table.length -= e.blocks.length;
+      s.filled = e.num_tokens;
+      s.drafted = s.drafted.slice(0, s.filled);
+    },
     blocks_passed(state, e, s) { for (const entry of e.entries) s.table[entry] = HOLE; },
     block_copied(state, e, s) { s.table[e.logical_block] = e.destination; },
     prefix_reused(state, e, s) {
-      const filled = e.num_tokens || e.blocks.length * state.pool.block_size;
-      Object.assign(s, {table: [...e.blocks], filled});
+      Object.assign(s, {table: [...e.blocks], filled: e.num_tokens || e.blocks.length * state.pool.block_size});
     },
     blocks_loaded: extend,
     blocks_promoted: extend,
@@ -109,8 +119,8 @@
       move(state, e.request, state.waiting, state.running);
     },
     block_cached(state, e, s) {
-      const tokens = blockTokens(state, s, e.logical_block);
-      state.cached.set(e.block, tokens.slice(0, e.num_tokens || state.pool.block_size));
+      const slots = slotsOf(state, s, e.logical_block).slice(0, e.num_tokens || state.pool.block_size);
+      state.cached.set(e.block, slots.map(([token]) => token));
     },
     block_deduplicated(state, e, s) { s.table[e.logical_block] = e.cached; },
     block_evicted(state, e) { state.cached.delete(e.block); },
@@ -162,8 +172,7 @@
     const every = Math.ceil(events.length / 600);
     const kindOf = (request) => {
       if (state.running.includes(request)) return again.has(request) ? "recomputing" : "running";
-      if (!state.waiting.includes(request)) return null;
-      return isSwapped(state, request) ? "swapped" : "waiting";
+      if (state.waiting.includes(request)) return isSwapped(state, request) ? "swapped" : "waiting";
     };
     events.forEach((e, i) => {
       const n = i + 1;
@@ -173,14 +182,13 @@
       if (e.event === "sequence_forked") rows.get(of)?.sequences.push(e.child);
       if (e.event === "request_preempted" && e.mode === "recompute") again.add(of);
       if (e.event === "token_generated") again.delete(of);
-      const failed = e.event === "step_failed";
-      for (const r of failed ? e.requests : [of]) {
-        if (failed) again.add(r);
+      for (const r of e.requests ?? [of]) {
+        if (e.requests) again.add(r); // their step has failed
         const row = rows.get(r);
         if (!row) continue;
         const kind = kindOf(r);
         const open = row.spans.findLast((span) => span.to === null);
-        if ((open?.kind ?? null) !== kind) {
+        if (open?.kind !== kind) {
           if (open) open.to = n;
           if (kind) row.spans.push({kind, from: n, to: null});
         }
@@ -191,8 +199,8 @@
         const held = holders(state, false);
         used.push([n, held.size, [...state.cached.keys()].filter((block) => !held.has(block)).length]);
       }
-      sizes.push(allOf(state).reduce((sum, s) => sum + 20 + Math.min(60, s.tokens.length) + 4 * s.table.length,
-        shownOf(state.finished).reduce((sum, s) => sum + 15 + Math.min(60, s.tokens.length), 0)));
+      sizes.push([...allOf(state), ...shownOf(state.finished)].reduce((sum, s) =>
+        sum + 20 + Math.min(60, all(s).length) + (s.reason ? 0 : 4 * s.table.length), 0));
     });
     for (const row of rows.values()) for (const span of row.spans) span.to ??= events.length;
     return {rows, used, sizes};
@@ -217,13 +225,15 @@
 
   // --- Drawing ---
 
-  /** `tag`: may have a dot and classes behind it. */
-  const make = (tag, attributes = {}, ...children) => {
+  /** `tag`: may have a dot and classes behind it. `parts`: children, and objects of attributes. */
+  const make = (tag, ...parts) => {
     const [name, classes] = tag.split(".");
     const node = document.createElement(name);
     if (classes) node.className = classes;
-    for (const [key, value] of Object.entries(attributes)) if (value !== false) node.setAttribute(key, value);
-    node.append(...children.filter((child) => child !== null));
+    for (const part of parts) {
+      if (part?.constructor !== Object) node.append(part ?? "");
+      else for (const [key, value] of Object.entries(part)) if ((value ?? false) !== false) node.setAttribute(key, value);
+    }
     return node;
   };
 
@@ -240,17 +250,17 @@
     });
     for (const child of old.slice(items.length)) child.remove();
   };
-  const on = (node, names, act) => names.split(" ").forEach((name) => node.addEventListener(name, act));
+  const on = (node, names, act) => {
+    for (const name of names.split(" ")) node.addEventListener(name, act);
+    return node;
+  };
+  const HIDDEN = {"aria-hidden": true};
   const rect = (node) => node?.getBoundingClientRect();
 
-  /** The demo's colours (minipaged/demo/view.py), each with black or white for the text on it. */
-  const HUES = ["#0087ff", "#d75f00", "#008700", "#af00af", "#008787", "#d70000", "#875fff", "#af5f00", "#5f87af", "#d70087",
-    "#878700", "#5f875f"];
-  const INKS = HUES.map((hue) => {
-    const [r, g, b] = [1, 3, 5].map((i) => (parseInt(hue.slice(i, i + 2), 16) / 255) ** 2.2);
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.18 ? "#000" : "#fff";
-  });
-  const hueOf = (id) => `--hue:${HUES[id % HUES.length]};--ink:${INKS[id % HUES.length]}`;
+  /** The demo's colours (minipaged/demo/view.py), with those on which text is white. */
+  const HUES = "0087ff d75f00 008700 af00af 008787 d70000 875fff af5f00 5f87af d70087 878700 5f875f".split(" ");
+  const DARK = [2, 3, 5, 7, 9];
+  const hueOf = (id) => `--hue:#${HUES[id % HUES.length]};--ink:${DARK.includes(id % HUES.length) ? "#fff" : "#000"}`;
   /** The letters of a sequence: A to Z, AA, AB ... */
   const letterOf = (id) => (id >= 26 ? letterOf(Math.floor(id / 26) - 1) : "") + String.fromCharCode(65 + id % 26);
   const numberOf = (letters) => [...letters].reduce((n, sign) => 26 * n + sign.charCodeAt(0) - 64, 0) - 1;
@@ -280,8 +290,8 @@
     ["host_block_dropped", "dropped", "host", "", (e) => [[e.host_block]]],
   ].map(([name, word, from, to, pairs = (e) => e.pairs ?? e.blocks.map((b) => [b])]) =>
     [name, (e) => [pairs(e).map(([a, b]) => [`${from} ${a}`, to && `${to} ${b}`]), word]]));
-  const OF_INTEREST = new Set([...Object.keys(MOVES), "sequence_forked", "request_preempted", "prefix_reused", "blocks_loaded",
-    "request_refused", "blocks_freed", "step_failed", "broken_here"]);
+  const OF_INTEREST = [...Object.keys(MOVES), "sequence_forked", "request_preempted", "prefix_reused", "blocks_loaded",
+    "request_refused", "blocks_freed", "step_failed", "tokens_drafted", "tokens_accepted", "broken_here"];
   const SHAPES = { // marks on the timeline, around 0, 0
     fork: "M-4-4L0 0L4-4M0 0V5", copy: "M-4-4H2V2H-4ZM-1-1H5V5H-1Z", preemption: "M-4-4L4 4M4-4L-4 4", end: "M-3-5H1V5H-3",
   };
@@ -290,12 +300,13 @@
   /** The legend: each sign with its meaning. */
   const legend = (state) => [
     [chip(0), "a sequence"],
-    [make("b.who", {}, chip(0), chip(1)), "×2: two hold the block"],
-    [make("b.tok", {}, "prompt")], [make("b.tok out", {}, "generated")],
-    [make("b.tok todo", {}, "known"), "not in the cache yet"], [make("s", {}, "word"), "left in this step"],
-    [make("b.entry new", {}, "0 → 7 (3/4)"), "logical block 0 is block 7, 3 of 4 slots filled; thick: changed in this step"],
-    ...state.pool.group_windows.some(Number) ? [[make("b.entry hole", {}, "0 → -"), "a hole: the window has passed its tokens"]] : [],
-  ].map((sign) => make("span", {}, ...sign.flatMap((part) => [part, " "])));
+    [make("b.who", chip(0), chip(1)), "×2: two hold the block"],
+    [make("b.tok", "prompt")], [make("b.tok out", "generated")],
+    [make("b.tok todo", "known"), "not in the cache yet"], [make("s", "word"), "left in this step"],
+    [make("b.tok draft", "draft"), make("b.tok refused", "refused"), "until the step says how many stand"],
+    [make("b.entry new", "0 → 7 (3/4)"), "logical block 0 is block 7, 3 of 4 slots filled; thick: changed in this step"],
+    ...state.pool.group_windows.some(Number) ? [[make("b.entry hole", "0 → -"), "a hole: the window has passed its tokens"]] : [],
+  ].map((sign) => make("span", ...sign.flatMap((part) => [part, " "])));
   const KEYS = "Point at a block, a table entry or a token, or tap it, to see what belongs to it. Keys: ← and → by steps of this page,"
     + " with Shift by steps of the engine; n to the next event of interest; Home and End; ↑ and ↓ within the pool, a block table, or the code.";
 
@@ -305,7 +316,7 @@
  --bg:var(--md-default-bg-color,light-dark(#fff,#1b1d24));--fg:light-dark(#1d2129,#e6e8ee);
  --dim:light-dark(#555c69,#a9b0bf);--line:light-dark(#c3c9d4,#4a5060);--soft:light-dark(#f2f4f8,#262a34);
  --bad:light-dark(#a3163d,#ffab91);--ran:light-dark(#e8eefb,#2a3350);--now:light-dark(#ffe28a,#6b5200);--mark:light-dark(#0b57d0,#8ab4ff)}
-:host([hidden]),[hidden]{display:none}
+:host([hidden]){display:none}
 *{box-sizing:border-box}
 .all{background:var(--bg);color:var(--fg);font:14px/1.45 system-ui,sans-serif;border:var(--edge);border-radius:8px}
 .head{position:sticky;top:var(--stepper-top,0);z-index:3;background:var(--bg);border-radius:8px}
@@ -322,22 +333,20 @@ a{color:var(--mark);padding:8px 2px}
 .room{visibility:hidden}
 .say.bad{box-shadow:inset 6px 0 var(--bad)}
 .claim{height:34px;overflow:hidden;font-size:11px;line-height:16px;font-weight:700;color:var(--bad)}
-.seq .claim{height:auto;margin:2px 0;font-size:12px}
 .pool>.wrong{border-color:var(--bad);box-shadow:inset 0 0 0 2px var(--bad)}
-.judged{grid-template-columns:repeat(auto-fill,minmax(128px,1fr))!important}
 .chip{display:inline-block;min-width:1.5em;padding:0 .3em;border-radius:4px;text-align:center;font-size:.85em;line-height:1.45;
  background:var(--hue,var(--dim));color:var(--ink,var(--bg))}
 .time{position:relative;padding:6px 0 0;border-bottom:var(--edge);
  svg{display:block;width:100%;overflow:visible}
- text{font:11px system-ui,sans-serif;fill:var(--dim)}
+ text{font-size:11px;fill:var(--dim)}
  .running,.recomputing{fill:var(--hue)}
  .stripes{fill:url(#stripes)}
  .waiting{fill:none;stroke:var(--dim);stroke-width:2;stroke-dasharray:2 3}
  .swapped{fill:var(--bg);stroke:var(--hue);stroke-width:2}
- .tick{stroke:var(--line)}
+ .tick,.whole{fill:none;stroke:var(--line)}
  .halo{fill:none;stroke:var(--bg);stroke-width:5}
  .sign{fill:none;stroke:var(--fg);stroke-width:1.8}
- .held{fill:var(--dim)}.kept{fill:var(--line)}.whole{fill:none;stroke:var(--line)}
+ .held{fill:var(--dim)}.kept{fill:var(--line)}
  input{position:absolute;top:0;margin:0;appearance:none;background:none;cursor:pointer;touch-action:pan-y;
   --thumb:linear-gradient(90deg,#0000 5px,var(--mark) 5px 7px,#0000 7px),linear-gradient(var(--mark) 8px,#0000 8px)}
  input::-webkit-slider-runnable-track{height:100%;background:none}
@@ -347,9 +356,8 @@ a{color:var(--mark);padding:8px 2px}
  .bad{stroke:var(--bad);stroke-width:2.5}.badly{fill:var(--bad);font-weight:700}}
 .signs{gap:0 12px;margin:0;padding:0 12px 4px;font-size:12px;color:var(--dim);
  svg{display:inline-block;width:16px;height:12px;margin-right:4px;vertical-align:-1px}}
-.tabs{display:none;gap:6px;padding:6px 8px 0}
-.tabs button{flex:1}
-.tabs [aria-pressed=true]{background:var(--mark);color:var(--bg);font-weight:600}
+.tabs{display:none;gap:6px;padding:6px 8px 0;button{flex:1}}
+[aria-pressed=true]{background:var(--mark);color:var(--bg);font-weight:600}
 .cols{display:grid;grid-template-columns:minmax(0,1fr)}
 .stage{position:relative;min-width:0;overflow-x:clip}
 .state{padding:4px 12px 12px;position:relative}
@@ -362,9 +370,9 @@ a{color:var(--mark);padding:8px 2px}
 .state:has(.lit) .moves{opacity:.15}
 .moves{z-index:3;
  path{stroke:var(--mark);stroke-width:3;opacity:1}
- text{font:700 12px system-ui,sans-serif;fill:var(--fg);text-anchor:middle;paint-order:stroke;stroke:var(--bg);stroke-width:5px}}
-.flier{position:absolute;z-index:3;pointer-events:none;box-shadow:0 4px 14px #0006}
-.flier>b,.flier .refs{visibility:hidden}
+ text{font-weight:700;font-size:12px;fill:var(--fg);text-anchor:middle;paint-order:stroke;stroke:var(--bg);stroke-width:5px}}
+.flier{position:absolute;z-index:3;pointer-events:none;box-shadow:0 4px 14px #0006;
+ >b,.refs{visibility:hidden}}
 .code{min-width:0;height:24rem;overflow:auto;border-top:var(--edge);padding:8px 0;position:relative}
 @container(min-width:700px){
  .cols.two{grid-template-columns:minmax(0,4fr) minmax(0,5fr)}
@@ -372,57 +380,56 @@ a{color:var(--mark);padding:8px 2px}
 @container(max-width:699.9px){
  .tabs{display:flex}.bar{gap:4px;padding:6px}
  .bar button,.bar select{min-width:38px;padding:0 5px}
- .all:not([data-tab=memory]) .memory,.all:not([data-tab=sequences]) .seqs,.all:not([data-tab=code]) .code{display:none}
+ .all:not([data-tab=memory]) .memory,.all:not([data-tab=sequences]) .seqs,.all:not([data-tab=code]) .code,
  .all[data-tab=code] .state{display:none}}
 .title{font-size:13px;margin:10px 0 4px;color:var(--dim);font-weight:600}
 ul,ol{list-style:none;margin:0;padding:0}
 .pools{gap:0 16px}.pools>div{min-width:0}
 .pools .title,.slots li,.tok{white-space:nowrap;overflow:hidden;text-overflow:ellipsis}
-.pool{display:grid;grid-template-columns:repeat(auto-fill,minmax(96px,1fr));gap:6px}
-.pool.small{grid-template-columns:repeat(auto-fill,minmax(72px,1fr));gap:4px}
+.pool{--least:96px;display:grid;grid-template-columns:repeat(auto-fill,minmax(var(--least),1fr));gap:6px}
+.pool.small{--least:72px;gap:4px}.pool.judged{--least:128px}
 .pool>li,.flier{border:1px solid var(--hue,var(--fg));border-radius:6px;padding:2px 4px 4px;font-size:12px;min-width:0;background:var(--soft)}
-.pool>.free{border:1px dashed var(--line);background:none;color:var(--dim)}
 .pool>.new,.entry.new{outline:3px solid var(--mark);outline-offset:0}
 .lit{box-shadow:0 0 0 4px var(--now)}
 .pool>.lit,.entry.lit{background:var(--now)}
 .pool>.lit,.pool>.lit .claim{color:var(--fg)}
 .tok.lit,.slots .lit{background:var(--mark)!important;color:var(--bg)!important;box-shadow:none}
 :is(.pool,.flier) b{font-size:14px}.refs{float:right}
-.who{display:flex;height:18px;margin:1px 0 2px;overflow:hidden;
+.who{display:flex;height:18px;margin:1px 0 2px;overflow:hidden;border-radius:4px;
  .chip{flex:1 1 0;min-width:0;padding:0;font-size:12px;line-height:18px;border-radius:0;white-space:nowrap}
- .chip:first-child{border-radius:4px 0 0 4px}.chip:last-child{border-radius:0 4px 4px 0}
- .chip:only-child{border-radius:4px}
  .cache{flex:none;background:var(--dim);color:var(--bg);padding:0 3px;font-size:11px}}
-.fill{display:block;height:6px;border:var(--edge);border-radius:3px;background:var(--bg)}
-.fill i{display:block;height:100%;background:var(--dim)}
+.fill{display:flex;height:6px;border:var(--edge);border-radius:3px;background:var(--bg)}
+.fill i{border:1px solid var(--dim);background:var(--dim)}
 .free :is(.fill,.slots){visibility:hidden}
-.free .gone{visibility:visible}.gone li{border-style:dashed;color:var(--dim);text-decoration:line-through}
-.who .gone{background:none;color:var(--dim);border:1px dashed var(--line);line-height:16px}
+.free .gone{visibility:visible}.who .gone{line-height:16px}
 .slots{display:grid;grid-template-columns:repeat(auto-fit,minmax(40%,1fr));gap:2px}
 .slots li{border:var(--edge);border-radius:3px;height:19px;padding:0 2px;
  font:11px/17px var(--mono);background:var(--bg);color:var(--fg)}
 .seqs{overflow:auto;margin:8px -12px 0;padding:0 12px 4px;border-top:var(--edge)}
-.seq{border-left:4px solid var(--hue,var(--line));padding-left:8px;margin:6px 0}
-.seq p{margin:2px 0}
+.seq{border-left:4px solid var(--hue,var(--line));padding-left:8px;margin:6px 0;
+ p{margin:2px 0}.claim{height:auto;font-size:12px}}
 .strip{gap:5px;align-items:stretch}.strip+.strip{margin-top:5px}
 .table{display:contents}
 .entry{background:var(--bg);border:1px solid var(--hue);border-radius:4px;padding:0 4px;font-size:12px;max-width:100%}
 .hole{border-style:dashed;align-self:end;color:var(--dim)}
-.tok{display:inline-block;border:var(--edge);border-radius:3px;padding:0 3px;margin:2px 2px 1px 0;max-width:100%;
+.tok{display:inline-block;background:var(--soft);border:var(--edge);border-radius:3px;padding:0 3px;margin:2px 2px 1px 0;max-width:100%;
  vertical-align:bottom;font:12px/18px var(--mono)}
 .entry .tok{border-color:var(--hue);border-bottom-width:3px;line-height:16px}
 .tok.out{font-weight:700}
 .tok.todo{border-style:dashed;border-color:var(--fg)}
-.key{padding:4px 12px;border-top:var(--edge);font-size:12px;color:var(--dim)}
-.key summary{cursor:pointer;padding:6px 0}.key p{margin:0 0 8px}
-.legend{gap:6px 16px}.legend .who{display:inline-flex;width:56px;margin:0;vertical-align:bottom}.legend .entry{font-weight:400;margin:0 4px}
+.who .gone,.pool>.free{border:1px dashed var(--line);background:none;color:var(--dim)}
+:is(.tok,.slots li,.fill i):is(.draft,.refused,.pending){border-style:dashed;border-color:var(--dim);background:none;color:var(--dim);font-style:italic}
+.refused{text-decoration:line-through}
+.key{padding:4px 12px;border-top:var(--edge);font-size:12px;color:var(--dim);
+ summary{cursor:pointer;padding:6px 0}p{margin:0 0 8px}}
+.legend{gap:6px 16px;
+ .who{display:inline-flex;width:56px;margin:0;vertical-align:bottom}.entry{font-weight:400;margin:0 4px}}
 dl{gap:2px 8px;margin:6px 0 0;font-size:13px}
 dt{color:var(--dim)}dd{margin:0 10px 0 0}
 .code .name{font:600 12px/1.4 var(--mono);margin:8px 12px 2px;color:var(--dim);overflow-wrap:anywhere}
 .code pre{margin:0;font:12px/1.5 var(--mono)}
 .more{display:block;min-height:32px;margin:0 8px 0 auto;font-size:12px}.code:has(.none) .more{display:none}
-.more[aria-pressed=true]{background:var(--mark);color:var(--bg)}
-.l[data-key]{cursor:pointer}.l[data-key]:hover{text-decoration:underline dotted}
+.l[data-key]{cursor:pointer;&:hover{text-decoration:underline dotted}}
 .l{display:grid;grid-template-columns:4.6em 1fr;padding-right:8px;color:var(--dim)}
 .l i{font-style:normal;text-align:right;padding-right:8px;user-select:none}
 .l span{white-space:pre-wrap;overflow-wrap:anywhere}
@@ -445,7 +452,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       this.beliefs = this.data.beliefs ?? {};
       if (this.data.broken) { // one more step: the break of the run
         this.events = [...this.events, {event: "broken_here"}];
-        this.data.sentences = [...this.data.sentences, `Broken here: ${this.data.broken.message}.`];
+        this.data.sentences.push(`Broken here: ${this.data.broken.message}.`);
       }
       this.fold = new Fold(this.events);
       this.whole = survey(this.events);
@@ -476,7 +483,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       const wanted = new URLSearchParams(location.search).get("step");
       const steppers = [...document.querySelectorAll("paged-stepper")];
       const named = steppers.find((s) => s.id && `#${s.id}` === location.hash);
-      return wanted !== null && (named ?? steppers[0]) === this ? Number.parseInt(wanted, 10) || 1 : null;
+      return wanted !== null && (named ?? steppers[0]) === this ? parseInt(wanted, 10) || 1 : null;
     }
     disconnectedCallback() {
       this.pause();
@@ -486,11 +493,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
 
     build() {
       const root = this.attachShadow({mode: "open"});
-      const button = (label, sign, act) => {
-        const node = make("button", {type: "button", "aria-label": label, title: label}, sign);
-        on(node, "click", act);
-        return node;
-      };
+      const button = (label, sign, act) => on(make("button", {"aria-label": label, title: label}, sign), "click", act);
       this.back = button("Previous step", "◀", () => this.seek(this.n - 1));
       this.next = button("Next step", "▶", () => this.seek(this.n + 1));
       this.skip = button("Next event of interest (n)", "▶|", () => this.seek(this.interesting()));
@@ -502,7 +505,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       this.link = make("a", {href: "?step=1"}, "link");
       this.say = make("p.say", {"aria-live": "polite", "aria-atomic": "true"});
       const pane = (name, label) => make("div", {class: name, role: "group", "aria-label": label, tabindex: 0});
-      this.memory = make("div.memory", {}, make("div.pools"));
+      this.memory = make("div.memory", make("div.pools"));
       this.pools = {};
       this.seqs = pane("seqs", "Queues, sequences and their block tables"); // it scrolls
       on(this.seqs, "scroll", () => this.drawArrows());
@@ -511,9 +514,9 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       this.arrows.ariaHidden = "true";
       this.moves = this.arrows.cloneNode();
       this.moves.classList.add("moves");
-      this.fliers = make("div", {"aria-hidden": true});
-      this.state = make("div.state", {}, this.memory, this.seqs, this.arrows, this.moves);
-      const stage = make("div.stage", {}, this.state, this.fliers);
+      this.fliers = make("div", HIDDEN);
+      this.state = make("div.state", this.memory, this.seqs, this.arrows, this.moves);
+      const stage = make("div.stage", this.state, this.fliers);
       on(this.state, "pointerover focusin", (e) => this.light(e.target));
       on(this.state, "pointerleave focusout", () => this.light(null));
       this.code = pane("code", "Source lines that ran in this step");
@@ -528,25 +531,24 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       on(this.lines, "click", (e) => this.nextRun(e.target.closest("[data-key]")));
       this.code.append(this.more, this.lines);
       const withCode = this.data.functions.length > 0;
-      this.cols = make("div", {class: withCode ? "cols two" : "cols"}, stage, withCode ? this.code : null);
-      const bar = make("div.bar", {}, this.back, this.next, this.skip, this.player, this.speed, this.number, this.link);
-      this.saying = make("div.saying", {}, this.say);
+      this.cols = make(`div.cols ${withCode ? "two" : ""}`, stage, withCode ? this.code : null);
+      const bar = make("div.bar", this.back, this.next, this.skip, this.player, this.speed, this.number, this.link);
+      this.saying = make("div.saying", this.say);
       this.time = this.buildTimeline();
       this.all = make("div.all", {role: "group", "data-tab": "memory",
         "aria-label": this.data.title || "A run of the engine, step by step"},
-      this.time, make("div.head", {}, bar, this.saying), this.buildTabs(withCode), this.cols,
-      make("details.key", {}, make("summary", {}, "Signs and keys"), make("p.legend", {}, ...legend(this.fold.at(1))), make("p", {}, KEYS)));
-      root.append(make("style", {}, STYLE), this.all);
+      this.time, make("div.head", bar, this.saying), this.buildTabs(withCode), this.cols,
+      make("details.key", make("summary", "Signs and keys"), make("p.legend", ...legend(this.fold.at(1))), make("p", KEYS)));
+      root.append(make("style", STYLE), this.all);
       on(root, "keydown", (key) => this.press(key)); // only keys pressed inside count
     }
 
     /** A phone shows one of them at a time. */
     buildTabs(withCode) {
       const names = ["Memory", "Sequences", ...(withCode ? ["Code"] : [])];
-      const tabs = names.map((name, i) => make("button", {type: "button", "aria-pressed": String(i === 0)}, name));
-      tabs.forEach((tab, i) => on(tab, "click", () => {
-        this.all.dataset.tab = names[i].toLowerCase();
-        for (const each of tabs) each.ariaPressed = each === tab;
+      const tabs = names.map((name, i) => on(make("button", {"aria-pressed": `${i === 0}`}, name), "click", () => {
+        this.all.dataset.tab = name.toLowerCase();
+        tabs.forEach((each, j) => { each.ariaPressed = i === j; });
         this.width = 0; // hidden parts could not be measured
         this.fit();
       }));
@@ -555,18 +557,17 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
 
     press(key) {
       if (key.altKey || key.ctrlKey || key.metaKey || key.target.matches("select")) return;
-      const last = this.last;
       const to = key.shiftKey ? {ArrowLeft: this.engineStep(-1), ArrowRight: this.engineStep(1)}[key.key]
-        : {ArrowLeft: this.n - 1, ArrowRight: this.n + 1, Home: 1, End: last, n: this.interesting()}[key.key];
+        : {ArrowLeft: this.n - 1, ArrowRight: this.n + 1, Home: 1, End: this.last, n: this.interesting()}[key.key];
       if (to !== undefined) this.seek(to);
-      else if ((key.key === "Enter" || key.key === " ") && key.target.matches(".l")) this.nextRun(key.target);
-      else if (!(key.key === "ArrowUp" || key.key === "ArrowDown") || !this.rove(key.target, key.key === "ArrowUp" ? -1 : 1)) return;
+      else if (["Enter", " "].includes(key.key) && key.target.matches(".l")) this.nextRun(key.target);
+      else if (!this.rove(key.target, {ArrowUp: -1, ArrowDown: 1}[key.key])) return;
       key.preventDefault();
       key.stopPropagation(); // the page may have its own use for an n
     }
     /** Up and down move within the pool or a block table, each of which is one stop of the Tab key. */
     rove(from, by) {
-      const items = from.dataset.key ? [...from.parentElement.children].filter((item) => item.dataset.key) : [];
+      const items = by && from.dataset.key ? [...from.parentElement.children].filter((item) => item.dataset.key) : [];
       const to = items[items.indexOf(from) + by];
       to?.focus();
       return items.length > 0;
@@ -577,7 +578,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       return by > 0 ? starts.find((n) => n > this.n) ?? this.last : starts.findLast((n) => n < this.n) ?? 1;
     }
     interesting() {
-      const at = this.events.findIndex((e, i) => i >= this.n && (OF_INTEREST.has(e.event) || this.data.notes?.[i]));
+      const at = this.events.findIndex((e, i) => i >= this.n && (OF_INTEREST.includes(e.event) || this.data.notes?.[i]));
       return at < 0 ? this.last : at + 1;
     }
 
@@ -600,11 +601,10 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       this.playerSays("Play");
     }
     playerSays(word) {
-      this.player.textContent = this.player.title = word;
-      this.player.ariaLabel = word;
+      this.player.textContent = this.player.title = this.player.ariaLabel = word;
     }
 
-    word(token) { return this.data.words?.[token] ?? String(token); }
+    word(token) { return this.data.words?.[token] ?? String(token ?? "?"); }
     /** A word with signs for line breaks and spaces. */
     visible(token) { return this.word(token).replaceAll("\n", "↵").replace(/^ +$/, (spaces) => "␣".repeat(spaces.length)); }
 
@@ -644,7 +644,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       const parts = this.data.sentences[n - 1].split(/(?<=\b[Ss]equence )([A-Z]+)\b/);
       const note = this.data.notes?.[n - 1];
       return [...parts.map((part, i) => i % 2 ? chip(numberOf(part)) : part),
-        ...(note ? [make("b", {}, ` ${note}`)] : [])];
+        ...(note ? [make("b", ` ${note}`)] : [])];
     }
 
     // --- Size ---
@@ -655,17 +655,15 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       if (!width || width === this.width) return;
       this.width = width;
       const length = (i) => this.data.sentences[i].length + (this.data.notes?.[i]?.length ?? 0);
-      const longest = this.events.reduce((most, _, i) => Math.max(most, length(i)), 0);
-      const rooms = this.events.map((_, i) => i).filter((i) => length(i) > 0.7 * longest)
-        .sort((a, b) => length(b) - length(a)).slice(0, 40) // the longest 40
-        .map((i) => make("p.room", {"aria-hidden": true}, ...this.told(i + 1)));
+      const rooms = [...this.events.keys()].sort((a, b) => length(b) - length(a)).slice(0, 40)
+        .map((i) => make("p.room", HIDDEN, ...this.told(i + 1)));
       this.saying.replaceChildren(this.say, ...rooms);
       const {sizes} = this.whole;
-      const fullest = sizes.map((size, i) => [size, i + 1]).sort((a, b) => b[0] - a[0]).slice(0, 4);
+      const fullest = [...sizes.keys()].sort((a, b) => sizes[b] - sizes[a]).slice(0, 4);
       this.seqs.style.height = "auto";
-      const heights = fullest.map(([, n]) => {
-        this.believed = this.beliefs[n - 1] ?? {};
-        patch(this.seqs, this.drawSequences(this.fold.at(n - 1), this.fold.at(n)));
+      const heights = fullest.map((i) => {
+        this.believed = this.beliefs[i] ?? {};
+        patch(this.seqs, this.drawSequences(this.fold.at(i), this.fold.at(i + 1)));
         return this.seqs.offsetHeight;
       });
       if (this.seqs.offsetParent) this.seqs.style.height = `${Math.min(Math.max(...heights) + 4, 420)}px`;
@@ -682,32 +680,27 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
         const n = this.within(Math.round(1 + (e.offsetX - 6) / (this.slider.clientWidth - 12) * (this.last - 1)));
         this.slider.title = `${n}: ${this.data.sentences[n - 1]}`;
       });
-      this.plot = make("div", {"aria-hidden": true});
+      this.plot = make("div", HIDDEN);
       const rows = [...this.whole.rows.values()];
       const shown = (name, of) => rows.some((row) => row[of].some(({kind}) => kind === name));
-      const sign = (inside, name) => {
-        const item = make("span", {"aria-hidden": true});
-        item.innerHTML = `<svg viewBox="-8 -6 16 12" style="--hue:var(--fg)">${inside}</svg>`;
-        item.append(name);
-        return item;
-      };
-      const signs = [
+      const sign = (inside, name) => `<span><svg viewBox="-8 -6 16 12" style="--hue:var(--fg)">${inside}</svg>${name}</span>`;
+      const signs = make("p.signs", HIDDEN);
+      signs.innerHTML = [
         ...Object.entries(KINDS).flatMap(([kind, name]) => shown(kind, "spans") ? [sign(this.drawSpan(kind, -8, 8, -5, 10), name)] : []),
         ...Object.entries(SHAPES).flatMap(([kind, d]) => shown(kind, "marks") ? [sign(`<path class="sign" d="${d}"/>`, kind)] : []),
         sign('<path class="held" d="M-8 6V2L-2-3H3V-5H8V6Z"/>', "blocks in use"),
         ...(this.whole.used.some(([, , kept]) => kept) ? [sign('<path class="kept" d="M-8-5H8V6H-8Z"/>', "only in the prefix cache")] : []),
-      ];
-      return make("div.time", {}, this.plot, this.slider, make("p.signs", {}, ...signs));
+      ].join("");
+      return make("div.time", this.plot, this.slider, signs);
     }
     drawSpan(kind, from, to, top, height) {
-      const box = (name) => `<rect class="${name}" x="${from}" y="${top}" width="${Math.max(1, to - from)}" height="${height}"/>`;
+      const box = (name, by = 0) => `<rect class="${name}" x="${from + by}" y="${top + by}" width="${Math.max(1, to - from - 2 * by)}" height="${height - 2 * by}"/>`;
       if (kind === "waiting") return `<path class="waiting" d="M${from} ${top + height / 2}H${to}"/>`;
-      if (kind === "swapped") return `<rect class="swapped" x="${from + 1}" y="${top + 1}" width="${Math.max(1, to - from - 2)}" height="${height - 2}"/>`;
-      return box(kind) + (kind === "recomputing" ? box("stripes") : "");
+      return box(kind, kind === "swapped" ? 1 : 0) + (kind === "recomputing" ? box("stripes") : "");
     }
     drawTimeline() {
       const {rows, used} = this.whole;
-      const [first, size] = [this.events[0], this.last];
+      const size = this.last;
       const names = new Map([...rows].map(([name, row]) => {
         const both = `${name}: ${row.sequences.map(letterOf).join(" ")}`;
         return [row, row.sequences.length === 1 && name === letterOf(row.sequences[0]) || both.length > 12 ? name : both];
@@ -757,7 +750,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       if (this.data.broken) {
         drawn.push(`<path class="bad" d="M${x(size)} ${top - 3}V${low}"/><text class="badly" x="${x(size)}" y="11" text-anchor="end">broken</text>`);
       }
-      const high = (blocks) => low - blocks / Math.max(1, first.num_blocks) * 24;
+      const high = (blocks) => low - blocks / Math.max(1, this.events[0].num_blocks) * 24;
       const area = (name, value) => {
         const points = used.map((point, i) => `H${x(point[0])}V${high(value(point))}`);
         return `<path class="${name}" d="M${x(1)} ${low}${points.join("")}H${x(size)}V${low}Z"/>`;
@@ -792,37 +785,43 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
         const who = now.get(block) ?? [];
         const cached = kept.has(block);
         const refs = who.length + cached;
-        const sequences = [...new Set(who.map((h) => h.id))];
+        const ids = (who) => who.map((h) => h.id);
+        const sequences = [...new Set(ids(who))];
         // A holder may share only the first tokens of a block.
-        const contents = (state, who, kept) => [...who.map((h) => blockTokens(state, state.sequences.get(h.id), h.entry)),
-          kept.get(block) ?? []].reduce((most, tokens) => tokens.length > most.length ? tokens : most);
+        const contents = (state, who, kept) => [...who.map((h) => slotsOf(state, state.sequences.get(h.id), h.entry)),
+          (kept.get(block) ?? []).map((token) => [token, ""])].reduce((most, tokens) => tokens.length > most.length ? tokens : most);
         const tokens = contents(after, who, kept);
         const old = then.get(block) ?? [];
         const oldTokens = contents(before, old, keptThen);
-        const changed = refs !== old.length + keptThen.has(block) || tokens.length !== oldTokens.length
-          || who.some((h) => !old.some((o) => o.id === h.id));
+        const changed = `${[ids(who), cached, tokens]}` !== `${[ids(old), keptThen.has(block), oldTokens]}`;
         const most = (small ? 4 : 6) - 2 * cached; // chips for which there is room
         const claim = !host && this.believed.blocks?.[block];
         const gone = refs === 0 && oldTokens.length > 0; // for one step it shows its old tokens
-        const was = gone ? old.map((h) => h.id) : [];
+        const was = gone ? ids(old) : [];
         return [[tokens, gone && oldTokens, sequences, refs, cached, was, changed, claim, first], () => {
           const many = sequences.length > most ? sequences.slice(most - 1) : [];
           const owners = [...sequences.slice(0, sequences.length - many.length).map(chip),
             many.length ? make("b.chip", {title: many.map(letterOf).join(" ")}, `+${many.length}`) : null,
-            cached ? make("b.chip cache", {}, host ? "floor" : "cache") : null];
-          owners.push(...was.map((id) => make("b.chip gone", {"aria-hidden": true}, letterOf(id))));
+            cached ? make("b.chip cache", host ? "floor" : "cache") : null];
+          owners.push(...was.map((id) => make("b.chip gone", HIDDEN, letterOf(id))));
           const shownTokens = gone ? oldTokens : tokens;
-          const slots = small || size > 8 ? make("span.fill", {title: `${tokens.length} of ${size} slots filled`},
-            make("i", {style: `width:${100 * tokens.length / size}%`}))
-            : make("ol", {class: gone ? "slots gone" : "slots", "aria-label": "slots", "aria-hidden": !refs},
-              ...Array.from({length: size}, (_, i) => make("li", {"data-offset": i, title: i < shownTokens.length
-                ? this.word(shownTokens[i]) : "empty slot"}, i < shownTokens.length ? this.visible(shownTokens[i]).trim() : " ")));
+          const drafted = tokens.filter(([, sign]) => sign).length;
+          const part = (sign, n) => n ? make(`i.${sign}`, {style: `width:${100 * n / size}%`}) : null;
+          const slots = small || size > 8 ? make("span.fill", {title: `${tokens.length} of ${size} slots filled${drafted ? `, ${drafted} drafted` : ""}`},
+            part("", tokens.length - drafted), part("draft", drafted))
+            : make(`ol.slots ${gone ? "gone" : ""}`, {"aria-label": "slots", "aria-hidden": !refs},
+              ...Array.from({length: size}, (_, i) => {
+                const [token, sign] = shownTokens[i] ?? [];
+                const empty = token === undefined;
+                return make("li", {"data-offset": i, class: gone ? "refused" : sign, title: empty ? "empty slot" : this.word(token) + (sign && `, ${sign}`)},
+                  empty ? " " : this.visible(token).trim());
+              }));
           return make("li", {class: `${refs ? "" : "free"} ${changed ? "new" : ""} ${claim ? "wrong" : ""}`,
             style: sequences.length === 1 && hueOf(sequences[0]), tabindex: place ? -1 : 0, "data-key": `${host ? "host" : "block"} ${block}`,
             "data-block": block, "data-refs": refs},
-          make("b", {}, block), make("span.refs", {}, refs ? `×${refs}` : "free"),
-          make("div.who", {}, ...owners.flatMap((owner) => owner ? [" ", owner] : [])), slots,
-          judged ? make("div.claim", {}, ...(claim ? [`${first} ×${claim[0]} ·`, make("br"), `allocator says ×${claim[1]}`] : [])) : null);
+          make("b", block), make("span.refs", refs ? `×${refs}` : "free"),
+          make("div.who", ...owners.flatMap((owner) => [" ", owner])), slots,
+          judged ? make("div.claim", ...(claim ? [`${first} ×${claim[0]} ·`, make("br"), `allocator says ×${claim[1]}`] : [])) : null);
         }];
       });
       const hidden = total - shown.length;
@@ -853,20 +852,20 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       const done = after.finished.filter((s) => s.reason !== "dropped");
       if (done.length) {
         const most = done.length > MOST_FINISHED ? `, the last ${MOST_FINISHED} of ${done.length}` : "";
-        parts.push([["finished", most], () => make("p.title", {}, `Finished${most}`)]);
+        parts.push([["finished", most], () => make("p.title", `Finished${most}`)]);
       }
       for (const s of shownOf(done)) {
         parts.push([["finished", s], () => make("div.seq", {style: hueOf(s.id)},
-          make("p", {}, "sequence ", chip(s.id), ` of request ${s.request}`),
-          make("p.tokens", {}, ...this.drawTokens(s, 0, s.tokens.length, s.tokens.length)))]);
+          make("p", "sequence ", chip(s.id), ` of request ${s.request}`),
+          make("p.tokens", ...this.drawTokens(s, 0, s.tokens.length, s.tokens.length)))]);
       }
       return parts;
     }
 
     drawQueues(state) {
-      const row = (name, requests) => [make("dt", {}, name), make("dd", {}, requests.map((r) => called(state, r)).join(", ") || "nobody")];
+      const row = (name, requests) => [make("dt", name), make("dd", requests.map((r) => called(state, r)).join(", ") || "nobody")];
       const out = state.waiting.filter((r) => isSwapped(state, r));
-      return make("dl", {}, ...row("running", state.running), ...row("waiting", state.waiting.filter((r) => !out.includes(r))),
+      return make("dl", ...row("running", state.running), ...row("waiting", state.waiting.filter((r) => !out.includes(r))),
         ...(out.length ? row("swapped out", out) : []));
     }
 
@@ -879,27 +878,28 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       const entries = windows.map(() => []); // of each group
       s.table.forEach((block, i) => {
         const logical = Math.floor(i / windows.length);
-        const [from, to] = [logical * size, Math.min(s.filled, (logical + 1) * size)];
-        const changed = old?.table[i] !== block || Math.min(old.filled, (logical + 1) * size) !== to;
+        const until = (t, ...ends) => Math.min(t.filled, (logical + 1) * size, ...ends);
+        const [from, to] = [logical * size, until(s)];
+        const changed = old?.table[i] !== block || until(old) !== to || until(old, sure(old)) !== until(s, sure(s));
         const hole = block === HOLE;
         const host = s.swapped && !hole ? "host " : "";
         entries[i % windows.length].push(make("li", {class: `entry ${changed ? "new" : ""} ${hole ? "hole" : ""}`, tabindex: logical ? -1 : 0,
           "data-key": `entry ${s.id} ${i}`, "data-to": `${host || "block "}${block}`, "data-sequence": s.id},
         ...hole ? [] : this.drawTokens(s, from, to, s.filled),
-        make("div", {}, `${logical} → ${host}`, make("b", {}, hole ? "-" : block), hole ? "" : ` (${to - from}/${size})`)));
+        make("div", `${logical} → ${host}`, make("b", hole ? "-" : block), hole ? "" : ` (${to - from}/${size})`)));
       });
-      const rest = this.drawTokens(s, Math.min(s.filled, entries[0].length * size), s.tokens.length, s.filled);
+      const rest = this.drawTokens(s, Math.min(s.filled, entries[0].length * size), all(s).length, s.filled);
       const claim = this.believed.tables?.[s.id];
       const strips = windows.map((window, group) => {
         const of = windows.some(Number) && s.table.length ? `group ${group}, ${window ? `last ${window}` : "all"}` : "";
         const label = `Block table of sequence ${letterOf(s.id)}${of && `, ${of}`}: logical block, physical block, filled slots`;
-        return make("div.strip tokens", {}, of && make("small", {}, of),
-          s.table.length ? make("ol.table", {"aria-label": label}, ...entries[group]) : null, group ? null : make("span", {}, ...rest));
+        return make("div.strip tokens", of && make("small", of),
+          s.table.length ? make("ol.table", {"aria-label": label}, ...entries[group]) : null, group ? null : make("span", ...rest));
       });
       return make("div.seq", {style: hueOf(s.id)},
-        make("p", {}, make("b", {}, "sequence "), chip(s.id), s.request === letterOf(s.id) ? `, ${where}` : ` of request ${s.request}, ${where}`,
+        make("p", make("b", "sequence "), chip(s.id), `${s.request === letterOf(s.id) ? "" : ` of request ${s.request}`}, ${where}`,
           s.table.length ? "" : "; its block table is empty"),
-        claim ? make("p.claim", {}, `should be blocks ${s.table.join(", ") || "none"} · the table says ${claim.join(", ") || "none"}`) : null,
+        claim ? make("p.claim", `should be blocks ${s.table.join(", ") || "none"} · the table says ${claim.join(", ") || "none"}`) : null,
         ...strips);
     }
 
@@ -909,8 +909,10 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       const size = this.events[0].block_size;
       const spans = [];
       for (let i = Math.max(from, first); i < to; i++) {
-        spans.push(make("span", {class: `tok ${i >= s.prompt ? "out" : ""} ${i >= filled ? "todo" : ""}`, "data-offset": i % size,
-          title: (i >= s.prompt ? "generated" : "prompt") + (i >= filled ? ", not in the cache yet" : "")}, this.visible(s.tokens[i])));
+        const sign = signOf(s, i);
+        spans.push(make("span", {class: `tok ${sign || (i >= s.prompt ? "out" : "")} ${i >= filled ? "todo" : ""}`, "data-offset": i % size,
+          title: (sign || (i >= s.prompt ? "generated" : "prompt")) + (i >= filled ? ", not in the cache yet" : "")},
+        this.visible(all(s)[i])));
       }
       return from < first && first < to ? ["… ", ...spans] : spans;
     }
@@ -950,7 +952,8 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
 
     /** The source and target boxes of the event's moves, in the coordinates of the state, and its word. */
     moved() {
-      const [pairs, word] = MOVES[this.events[this.n - 1].event]?.(this.events[this.n - 1]) ?? [[], ""];
+      const e = this.events[this.n - 1];
+      const [pairs, word] = MOVES[e.event]?.(e) ?? [[], ""];
       const cells = this.cells();
       const all = rect(this.state);
       const box = (cell) => {
@@ -1001,11 +1004,9 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       const offset = target?.dataset?.offset;
       const entry = holder?.dataset.to && holder;
       for (const cell of this.state.querySelectorAll("[data-key]")) {
-        const lit = cell.dataset.key === block || (entry ? cell === entry : holder && cell.dataset.to === block);
-        cell.classList.toggle("lit", Boolean(lit));
-        for (const token of cell.querySelectorAll("[data-offset]")) {
-          token.classList.toggle("lit", Boolean(lit) && token.dataset.offset === offset);
-        }
+        const lit = Boolean(cell.dataset.key === block || (entry ? cell === entry : holder && cell.dataset.to === block));
+        cell.classList.toggle("lit", lit);
+        for (const token of cell.querySelectorAll("[data-offset]")) token.classList.toggle("lit", lit && token.dataset.offset === offset);
       }
       for (const path of this.arrows.children) {
         const lit = entry ? path.dataset.from === entry.dataset.key : path.dataset.to === block;
@@ -1014,12 +1015,6 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
     }
 
     // --- Code ---
-
-    /** A line that is too long is wrapped, with an indent. */
-    drawLine(text) {
-      const indent = text.search(/\S|$/);
-      return make("span", {style: `padding-left:${indent + 3}ch;text-indent:-3ch`}, text.slice(indent) || " ");
-    }
 
     /** The function of the highlighted line, or on demand all that ran. A click on a line goes to its next run. */
     drawCode(index) {
@@ -1031,25 +1026,26 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       const parts = ran.map(([f, own]) => [[f, own, lit], () => {
         const {name, file, first, source} = functions[f];
         const set = new Set(own);
-        return make("div", {}, make("p.name", {}, `${name}  ${file}`), make("pre", {}, ...source.map((text, i) => {
+        return make("div", make("p.name", `${name}  ${file}`), make("pre", ...source.map((text, i) => {
           const line = first + i;
           const key = `line ${f} ${line}`;
           const now = lit && lit[0] === f && lit[1] === line;
           const leads = this.ever.has(key) ? {role: "button", tabindex: now ? 0 : -1, "data-key": key,
             title: "To the next step that runs this line"} : {};
           return make("div", {class: `l ${set.has(line) ? "ran" : ""} ${now ? "now" : ""}`, "data-line": line, ...leads},
-            make("i", {}, `${now ? "▶" : set.has(line) ? "·" : ""} ${line}`), this.drawLine(text));
+            make("i", `${now ? "▶" : set.has(line) ? "·" : ""} ${line}`),
+            make("span", {style: `padding-left:${text.search(/\S|$/) + 3}ch;text-indent:-3ch`}, text.trimStart() || " ")); // wraps with an indent
         })));
       }]);
       patch(this.lines, parts.length ? parts
-        : [["none", () => make("p.none", {}, "None of the lines shown on this page ran in this step.")]]);
+        : [["none", () => make("p.none", "None of the lines shown on this page ran in this step.")]]);
     }
     /** Scroll to this step's line and changes, after everything is drawn, so that layout is measured once. */
     showChanges() {
       const places = [[this.code, this.lines.querySelector(".now")], [this.seqs, this.seqs.querySelector(".new")]];
       const by = places.map(([frame, inside]) => inside && rect(inside).top
         - rect(frame).top - frame.clientHeight / 2);
-      places.forEach(([frame], i) => { if (by[i] !== null) frame.scrollTop += by[i]; });
+      places.forEach(([frame], i) => { frame.scrollTop += by[i] ?? 0; });
     }
     /** Go to the next step that runs a line; after the last, to the first. */
     nextRun(row) {

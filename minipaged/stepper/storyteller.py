@@ -91,11 +91,18 @@ class Storyteller(MirroredRunner):
         """Logits [rows that need them, words]: equal for the tokens that may come next, very low for all others."""
         import numpy as np
 
-        rows = [int(row.token_ids[-1]) for row in batch if row.wants_logits]
+        rows = self.next_tokens(batch)
         logits = np.full((len(rows), len(self.words)), -1e4, np.float32)  # [rows, words]
-        for i, token in enumerate(rows):
-            logits[i, self.following[token] or [token]] = 0
+        for i, tokens in enumerate(rows):
+            logits[i, tokens] = 0
         return logits
+
+    def next_tokens(self, batch: Batch) -> list[list[int]]:
+        """The tokens that may come next, for each row of logits: after the last token of a sequence, before which there
+        are its drafted tokens; then after each of them."""
+        rows = [row for row in batch if row.wants_logits]
+        last = [int(token) for row in rows for token in row.token_ids[-1 - row.num_drafted :]]
+        return [self.following[token] or [token] for token in last]
 
     def sample(self, logits: Logits, inputs: Sequence[SamplingInput]) -> Sequence[Sampled]:
         return self.tier().sample(logits, inputs)

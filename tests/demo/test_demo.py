@@ -24,10 +24,13 @@ from minipaged.events import (
     BlockCopied,
     BlocksLoaded,
     BlocksPassed,
+    BlocksRolledBack,
     BlocksStored,
     RequestArrived,
     StepFinished,
+    TokensAccepted,
     TokensComputed,
+    TokensDrafted,
     from_json,
 )
 from minipaged.handover.shared_storage import SharedStorageConnector
@@ -42,7 +45,7 @@ from tests.tiny_model import make_tiny_model
 from tests.tokens import bytes_joined, token
 
 NAMES = [scene.name for scene in SCENES]
-EVERY = [*NAMES, "tensor-parallel", "windows", "disaggregated"]
+EVERY = [*NAMES, "tensor-parallel", "windows", "disaggregated", "speculation"]
 
 
 @dataclass(frozen=True)
@@ -560,6 +563,30 @@ def test_the_real_model_continues_lincoln_with_the_papers_block_table() -> None:
     assert [row.tokens for row in outcome.block_table[:1]] == [("Four", " score", " and", " seven")]
     assert len(text.outputs[0].split()) >= 10
     assert outcome.runs[0].pool_bytes == 1024 * 46_080
+
+
+def test_drafts_change_no_token_and_what_became_of_them_is_counted(played: dict[str, SceneResult]) -> None:
+    outcome = played["speculation"]
+    without, drafted = outcome.events
+    assert not any(isinstance(event, TokensDrafted) for event in without)
+    num_drafted = sum(len(event.token_ids) for event in drafted if isinstance(event, TokensDrafted))
+    stood = sum(event.num_accepted for event in drafted if isinstance(event, TokensAccepted))
+    back = sum(len(event.blocks) for event in drafted if isinstance(event, BlocksRolledBack))
+    assert num_drafted > 0
+    assert f"Of {num_drafted} drafted tokens {stood} stood, and {back} blocks went back" in outcome.findings[0]
+    assert "the same as without" in outcome.findings[1]
+    assert any("drafted for A, and run to be verified" in line for line in outcome.story)
+
+
+@pytest.mark.model
+def test_of_what_is_drafted_for_the_real_model_some_stands_and_some_does_not() -> None:
+    (outcome,) = run_demo(scene="speculation")
+    verified = [event for event in outcome.events[1] if isinstance(event, TokensAccepted)]
+    assert {0, 4} <= {event.num_accepted for event in verified if event.num_drafted == 4}
+    assert any(isinstance(event, BlocksRolledBack) and event.blocks for event in outcome.events[1])
+    plain, drafted = outcome.runs
+    assert drafted.steps < plain.steps / 2
+    assert outcome.holds
 
 
 @pytest.mark.parametrize("sizes", [{"num_blocks": 0}, {"block_size": 0}])

@@ -19,6 +19,7 @@ from minipaged.demo.view import BASIC_COLORS, COLORS, Caption, Frame, Note, Play
 from minipaged.events import (
     BlockCopied,
     BlocksPassed,
+    BlocksRolledBack,
     EngineStarted,
     Event,
     PrefixReused,
@@ -29,7 +30,9 @@ from minipaged.events import (
     StepFinished,
     SwappedIn,
     TokenGenerated,
+    TokensAccepted,
     TokensComputed,
+    TokensDrafted,
 )
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
 from minipaged.replay.state import State
@@ -238,6 +241,43 @@ def test_a_block_that_a_window_has_passed_is_a_hole_in_the_table_and_free_in_the
     ]
     assert "4 held, 4 free" in before
     assert "3 held, 5 free" in after
+
+
+@pytest.mark.parametrize(("unicode", "sign"), [(True, "▯"), (False, "?")])
+def test_drafted_tokens_are_hollow_until_they_stand_or_vanish(unicode: bool, sign: str) -> None:
+    """In tiles, where the part of a block that they fill is hollow, and in the words of a table."""
+    state, view, seen = State(), StateView(letters, unicode=unicode), []
+    for event in (
+        EngineStarted(6, 0, 4, 16),
+        RequestArrived("a", 0, (0, 1, 2), 1),
+        TokensComputed(0, 3, (0,), 0),
+        TokensDrafted(0, (3, 4, 5)),
+        TokensComputed(0, 6, (1,), 0),
+        TokensAccepted(0, 3, 1),
+        BlocksRolledBack(0, 4, (1,)),
+        TokenGenerated("a", 0, 3, -0.1),
+    ):
+        state.apply(event)
+        text = view.frame(state, 80, 24, CAPTION, [], PlayerStatus()).text().replace(".", "·")
+        tiles = ["".join(segment.text for segment in view._tile(state, state.device, block, 4)) for block in (0, 1)]
+        seen.append((tiles, [line.split()[-1] for line in text.splitlines() if re.search(r" \d/4 ", line)]))
+        assert (f"{sign} drafted" in text) == (state.counts["tokens_drafted"] > 0)
+    assert seen[2:] == [
+        (["A  ·", "·   "], ["A|B|C|·"]),
+        (["A  ·", "·   "], ["A|B|C|·"]),
+        (["A  ▯", "A▯··"], [f"A|B|C|{sign}D", f"{sign}E|{sign}F|·|·"]),
+        (["A   ", "A▯··"], ["A|B|C|D", f"{sign}E|{sign}F|·|·"]),
+        (["A   ", "·   "], ["A|B|C|D"]),
+        (["A   ", "·   "], ["A|B|C|D"]),
+    ]
+
+
+def test_a_tile_that_holds_drafted_tokens_only_has_a_letter_that_is_not_solid() -> None:
+    state = state_with(6, 1)
+    for event in (TokensDrafted(0, (7,)), TokensComputed(0, 5, (1,), 0)):
+        state.apply(event)
+    assert [segment.text for segment in StateView()._tile(state, state.device, 1, 4)] == ["", "A···"]
+    assert [segment.text for segment in StateView()._tile(state, state.device, 0, 4)] == ["A   "]
 
 
 def test_wide_and_unprintable_characters_break_no_line(events: list[Event]) -> None:

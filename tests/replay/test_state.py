@@ -24,6 +24,8 @@ from minipaged.events import (
     PrefixReused,
     RequestAdmitted,
     RequestArrived,
+    StepFinished,
+    StepStarted,
     TokenGenerated,
     TokensComputed,
     from_json,
@@ -198,6 +200,29 @@ def test_any_prefix_is_right_where_tokens_are_drafted(seeds: range) -> None:
             happened += state.counts
     assert happened["tokens drafted"] > happened["tokens accepted"] > 0
     assert happened["blocks_rolled_back"] > happened["blocks rolled back"] > 0
+
+
+@scaled
+@pytest.mark.parametrize("seeds", seeds(60, 5), ids=str)
+def test_a_drafted_token_that_stands_is_generated_next_and_between_steps_none_is_left(seeds: range) -> None:
+    """Some stand and are not generated, because the sequence ends before them."""
+    num_generated = num_accepted = 0
+    for seed in seeds:
+        state = State()
+
+        def listen(event: Event, state: State = state) -> None:
+            nonlocal num_generated
+            if isinstance(event, TokenGenerated) and (sequence := state.sequences[event.sequence]).num_standing:
+                assert event.token_id == sequence.drafted[0]
+                num_generated += 1
+            if isinstance(event, StepStarted | StepFinished):
+                assert not any(sequence.drafted for sequence in state.sequences.values())
+            state.apply(event)
+
+        workload = random_workload(seed)
+        WorkloadRun(workload, drafts=Guesses(workload, seed), listeners=[listen]).to_the_end()
+        num_accepted += state.counts["tokens accepted"]
+    assert 0 < num_generated <= num_accepted
 
 
 class Happened:

@@ -131,11 +131,15 @@ RUN: list[tuple[Event, str]] = [
     (TokensComputed(9, 9, (4,), 0), "Sequence J needs 1 more slot: block 4 is taken from the free ones."),
     (
         TokensDrafted(9, (5, 6)),
-        "These may come next in sequence J: five and six. The step runs them too, and says which are right.",
+        "2 tokens are drafted for sequence J: five and six. The step runs them too, and says how many stand.",
+    ),
+    (
+        TokensComputed(9, 10, (), 0),
+        "Sequence J needs 1 more slot for drafted tokens. Its last block, 4, has room, so nothing is allocated.",
     ),
     (
         TokensAccepted(9, 2, 1),
-        "1 of 2 drafted tokens of sequence J stands. The step also gives the token after them.",
+        "1 of 2 drafted tokens of sequence J stands: five. The step also gives the token in the place of six.",
     ),
     (
         BlocksRolledBack(9, 8, (4,)),
@@ -189,10 +193,43 @@ def test_drafts_are_told_with_what_became_of_them() -> None:
     events = TokensDrafted(0, (7, 8)), TokensAccepted(0, 2, 0), BlocksRolledBack(0, 3, (1,)), BlocksRolledBack(0, 3, ())
     told = [tell(state, event) for event in events]
     assert [(each.topic, each.text, each.blocks) if each else None for each in told] == [
-        ("draft", "guessed to come next in A, and run to be verified: token 7 and token 8", ()),
-        ("accept", "0 of 2 guessed tokens of A stood, and one more token is known", ()),
+        ("draft", "2 tokens drafted for A, and run to be verified", ()),
+        ("accept", "0 of 2 drafted tokens of A stand, and one more token is known", ()),
         ("roll back", "A rolls back to 3 tokens: block 1 given back", (1,)),
         None,
+    ]
+    told = tell(state, events[0], {7: "on", 8: "the"}.__getitem__)
+    assert told
+    assert told.text == "2 tokens drafted for A, and run to be verified: 'on' and 'the'"
+
+
+def test_a_page_tells_which_drafted_tokens_stand_and_that_they_are_in_the_cache() -> None:
+    state, sentences = State(), list[str]()
+    state.apply(EngineStarted(8, 0, 2, 16))
+    for event in (
+        RequestArrived("a", 0, (1, 2), 1),
+        TokensComputed(0, 2, (5,), 0),
+        TokensDrafted(0, (7, 8)),
+        TokensComputed(0, 4, (6,), 0),
+        TokensAccepted(0, 2, 2),
+        TokenGenerated("a", 0, 7, -0.1),
+        TokenGenerated("a", 0, 8, -0.1),
+        TokenGenerated("a", 0, 9, -0.1),
+        TokensDrafted(0, (7,)),
+        TokensAccepted(0, 1, 0),
+    ):
+        sentences.append(explain(state, event))
+        state.apply(event)
+    in_cache = "as drafted. Its keys and values are in the cache already."
+    assert sentences[2:] == [
+        "2 tokens are drafted for sequence A: 7 and 8. The step runs them too, and says how many stand.",
+        "Sequence A needs 2 more slots for drafted tokens: block 6 is taken from the free ones.",
+        "2 of 2 drafted tokens of sequence A stand: 7 and 8. The step also gives the token after them.",
+        f"The next token of sequence A is 7, {in_cache}",
+        f"The next token of sequence A is 8, {in_cache}",
+        "The next token of sequence A is 9. It is known, but its keys and values are not in the cache yet.",
+        "1 token is drafted for sequence A: 7. The step runs it, and says whether it stands.",
+        "0 of 1 drafted token of sequence A stand. The step also gives the token in the place of 7.",
     ]
 
 

@@ -16,13 +16,28 @@ from rich.color import Color
 from minipaged import SamplingParams
 from minipaged.cli import main
 from minipaged.demo.view import COLORS
-from minipaged.events import BlocksFreed, EngineStarted, Event, StepStarted
+from minipaged.events import (
+    BlocksFreed,
+    BlocksRolledBack,
+    EngineStarted,
+    Event,
+    RequestArrived,
+    StepStarted,
+    TokenGenerated,
+    TokensAccepted,
+    TokensComputed,
+    TokensDrafted,
+)
 from minipaged.stepper import Storyteller, record
 from minipaged.stepper.page import UNSEEN, as_data, page
 from tests.browser import COLOURS, SCREENS, Watched, axe_script, axe_violations, in_both, stop_time, watching
 from tests.workloads import Workload, WorkloadRun, random_workload, windowed
 
 Visiting = Callable[..., AbstractContextManager[Watched]]
+EACH_STEP = """(look) => {
+  const stepper = document.querySelector("paged-stepper");
+  return stepper.events.map((_, i) => { stepper.go(i + 1); return eval(look)(stepper); });
+}"""
 
 
 def small_run() -> str:
@@ -160,6 +175,147 @@ def test_what_the_floor_below_the_prefix_cache_keeps_is_shown_in_the_host_pool(
             ["floor", "down"],
             ["floor", "up"],
         ]
+
+
+# --- Drafts ---------------------------------------------------------------------------------------
+
+DRAFTED_RUN = runpy.run_path("docs/runs/speculation.py")["run"]
+SLOTS_AND_TOKENS = """(stepper) => {
+  const signs = ["draft", "refused", "pending"];
+  const sign = (node) => [...node.classList].filter((name) => signs.includes(name)).join();
+  const look = (frame, nodes) => [...frame.querySelectorAll(nodes)].filter((node) => node.textContent.trim())
+    .map((node) => [node.textContent, sign(node), node.title]);
+  return [look(stepper.memory, ".slots:not(.gone) li"), look(stepper.seqs, ".tok"), stepper.moved()[1]];
+}"""
+
+
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of the run in the docs in which four tokens are drafted twice."""
+    path = tmp_path_factory.mktemp("drafting") / "run.html"
+    path.write_text(DRAFTED_RUN.page())
+    return path
+
+
+@in_both
+@pytest.mark.parametrize("screen", SCREENS)
+def test_drafted_tokens_are_hollow_until_they_stand_or_vanish(visiting: Visiting, drafting: Path, screen: str) -> None:
+    with visiting(drafting, **SCREENS[screen]) as watched:
+        seen = watched.page.evaluate(EACH_STEP, SLOTS_AND_TOKENS)
+        names = [event.name for event in DRAFTED_RUN.events]
+        first = names.index("tokens_drafted")
+        draft, refused = ["on", "the", "mat", "."], [["mat", "refused", "mat, refused"], [".", "refused", "., refused"]]
+        hollow = [[word, "draft", f"{word}, draft"] for word in draft]
+
+        def hollow_in(n: int) -> list[list[list[str]]]:
+            return [[found for found in drawn if found[1]] for drawn in seen[n][:2]]
+
+        assert names[first : first + 4] == [
+            "tokens_drafted",
+            "tokens_computed",
+            "tokens_accepted",
+            "blocks_rolled_back",
+        ]
+        assert hollow_in(first - 1) == [[], []]
+        not_cached = [[word, "draft", "draft, not in the cache yet"] for word in draft]
+        assert hollow_in(first) == [[], not_cached]  # known, without a slot
+        assert hollow_in(first + 1) == [hollow, [[word, "draft", "draft"] for word in draft]]
+        assert hollow_in(first + 2) == [refused, [[word, "refused", "refused"] for word in ("mat", ".")]]
+        assert [found[0] for found in seen[first + 2][1]][-4:] == draft
+        assert hollow_in(first + 3) == [[], []]
+        assert [found[0] for found in seen[first + 3][0]][-2:] == ["on", "the"]
+        assert seen[first + 3][2] == "back"
+        assert seen[first + 3][1][-2:] == seen[first + 5][1][-2:] == [[word, "", "generated"] for word in ("on", "the")]
+
+
+def test_a_draft_that_stands_as_a_whole_turns_solid_and_nothing_is_drawn_as_refused(
+    visiting: Visiting, drafting: Path
+) -> None:
+    with visiting(drafting) as watched:
+        seen = watched.page.evaluate(EACH_STEP, SLOTS_AND_TOKENS)
+    last = max(i for i, event in enumerate(DRAFTED_RUN.events) if event.name == "tokens_accepted")
+    assert [found[1] for found in seen[last - 1][1]][-4:] == ["draft"] * 4
+    assert not any(found[1] for drawn in seen[last:] for found in (*drawn[0], *drawn[1]))
+
+
+def test_a_slot_that_turns_solid_is_marked_as_changed_and_n_leads_there(visiting: Visiting, drafting: Path) -> None:
+    with visiting(drafting, **SCREENS["desktop"]) as watched:
+        page, names = watched.page, [event.name for event in DRAFTED_RUN.events]
+        first = names.index("tokens_drafted")
+        page.get_by_role("slider").fill(str(first))
+        for name in ("tokens_drafted", "tokens_accepted", "blocks_rolled_back"):
+            page.keyboard.press("n")
+            assert names[page.evaluate("document.querySelector('paged-stepper').n") - 1] == name
+            new = page.locator(".pool .new").evaluate_all("cells => cells.map((cell) => cell.dataset.block)")
+            entries = page.locator(".seqs .entry.new").count()
+            assert (new, entries) == {
+                "tokens_drafted": ([], 0),
+                "tokens_accepted": (["2", "3"], 2),
+                "blocks_rolled_back": (["3"], 0),
+            }[name]
+        assert "2 of 4" not in page.locator(".say").text_content()
+
+
+def test_in_blocks_of_many_slots_the_drafted_part_of_the_bar_is_hollow(visiting: Visiting, tmp_path: Path) -> None:
+    events = [
+        EngineStarted(2, 0, 16, 32),
+        RequestArrived("a", 0, (1, 2, 3, 4), 1),
+        TokensComputed(0, 4, (0,), 0),
+        TokensDrafted(0, (5, 6)),
+        TokensComputed(0, 6, (), 0),
+        TokensAccepted(0, 2, 1),
+        BlocksRolledBack(0, 5, ()),
+    ]
+    (tmp_path / "run.html").write_text(page(as_data("", events)))
+    look = """(stepper) => [...stepper.memory.querySelectorAll("[data-block='0'] .fill")].map((bar) =>
+      [bar.title, ...[...bar.children].map((part) => [part.className, part.style.width])])"""
+    with visiting(tmp_path / "run.html") as watched:
+        bars = [bars[0] for bars in watched.page.evaluate(EACH_STEP, look)]
+    assert bars[2:] == [
+        ["4 of 16 slots filled", ["", "25%"]],
+        ["4 of 16 slots filled", ["", "25%"]],
+        ["6 of 16 slots filled, 2 drafted", ["", "25%"], ["draft", "12.5%"]],
+        ["6 of 16 slots filled, 1 drafted", ["", "31.25%"], ["draft", "6.25%"]],
+        ["5 of 16 slots filled", ["", "31.25%"]],
+    ]
+
+
+def test_a_token_that_is_not_known_yet_is_drawn_as_pending(visiting: Visiting, tmp_path: Path) -> None:
+    """A step that runs ahead, or a draft model, takes a slot for it before."""
+    events = [
+        EngineStarted(2, 0, 4, 8),
+        RequestArrived("a", 0, (1, 2), 1),
+        TokensComputed(0, 2, (0,), 0),
+        TokensComputed(0, 3, (), 0),
+        TokenGenerated("a", 0, 7, -0.1),
+    ]
+    (tmp_path / "run.html").write_text(page(as_data("", events)))
+    with visiting(tmp_path / "run.html") as watched:
+        tokens = [tokens for _, tokens, _ in watched.page.evaluate(EACH_STEP, SLOTS_AND_TOKENS)]
+    assert [each[-1] for each in tokens[2:]] == [
+        ["2", "", "prompt"],
+        ["?", "pending", "pending"],
+        ["7", "", "generated"],
+    ]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_drafts_can_be_read_in_both_colour_schemes_and_axe_finds_nothing(
+    browser: Browser, drafting: Path, scheme: Any, width: int
+) -> None:
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion="reduce")
+    page.goto(drafting.as_uri())
+    page.add_script_tag(content=axe_script())
+    page.locator("summary").click()  # the legend shows them too
+    first = [event.name for event in DRAFTED_RUN.events].index("tokens_drafted")
+    for n in range(first + 1, first + 5):
+        page.evaluate("n => document.querySelector('paged-stepper').go(n)", n)
+        assert page.evaluate("document.querySelector('paged-stepper').fliers.children.length") == 0
+        violations = axe_violations(page, **(COLOURS if scheme == "dark" else {}))
+        assert not violations, (n, [(v["id"], [node["html"][:200] for node in v["nodes"]]) for v in violations])
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.close()
 
 
 def test_a_note_stands_behind_the_sentence_of_its_step_and_of_no_other(opened: Any) -> None:
@@ -357,12 +513,6 @@ def either(visiting: Visiting, small: Path, crowded: Path, request: pytest.Fixtu
     file = small if request.param == "small" else crowded
     with visiting(file, **SCREENS.get(request.param, {})) as watched:
         yield watched.page
-
-
-EACH_STEP = """(look) => {
-  const stepper = document.querySelector("paged-stepper");
-  return stepper.events.map((_, i) => { stepper.go(i + 1); return eval(look)(stepper); });
-}"""
 
 
 @in_both

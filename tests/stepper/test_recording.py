@@ -16,9 +16,19 @@ import pytest
 from docs import build
 from minipaged import EngineConfig, InvalidRequest, SamplingParams
 from minipaged.engine.engine import Engine
-from minipaged.events import EVENT_TYPES, BlockCopied, Event, RequestArrived, StepFinished, TokensComputed
+from minipaged.events import (
+    EVENT_TYPES,
+    BlockCopied,
+    Event,
+    RequestArrived,
+    StepFinished,
+    TokenGenerated,
+    TokensAccepted,
+    TokensComputed,
+)
+from minipaged.params import SpeculativeConfig
 from minipaged.reference.block_allocator import BlockAllocator
-from minipaged.stepper import Recording, Storyteller, record
+from minipaged.stepper import Reciter, Recording, Storyteller, record
 from minipaged.stepper.page import UNSEEN, element
 from minipaged.stepper.recording import ANCHORS, ROOT, WATCHED
 from minipaged.tiers import reference_tier
@@ -299,6 +309,22 @@ def test_samples_of_a_storyteller_part_where_its_texts_do() -> None:
     assert any(isinstance(event, BlockCopied) for event in run.events)
     with pytest.raises(ValueError, match="none of the texts begins"):
         Storyteller(TEXTS).encode("two three")
+
+
+@pytest.mark.parametrize("kind", [Storyteller, Reciter])
+def test_a_storyteller_verifies_drafts(kind: type[Storyteller]) -> None:
+    """Of its texts only the end is repeated, so only there something is drafted."""
+    told = []
+    for drafts in (None, SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_max=1)):
+        model, heard = kind(TEXTS), list[Event]()
+        engine = model.engine(num_blocks=8, block_size=4, speculative_config=drafts)
+        engine.listeners.append(heard.append)
+        engine.add_request(model.encode("one two three four"), SamplingParams(temperature=0, max_tokens=12))
+        while engine.has_unfinished_requests():
+            engine.step()
+        told.append([event.token_id for event in heard if isinstance(event, TokenGenerated)])
+    assert told[0] == told[1]
+    assert sum(event.num_accepted for event in heard if isinstance(event, TokensAccepted)) > 2
 
 
 def test_the_data_in_a_page_is_the_same_to_who_escapes_html_and_who_does_not() -> None:

@@ -31,6 +31,7 @@ from minipaged.api.vllm_arguments import (
 )
 from minipaged.contracts import Runner
 from minipaged.engine.connected_memory import ConnectedBlockManager
+from minipaged.engine.drafts import drafts_of
 from minipaged.engine.engine import Engine
 from minipaged.engine.floors import Disk, FlooredBlockManager, paged_memory
 from minipaged.engine.memory import MakeMemory
@@ -161,6 +162,7 @@ class LLM:
             encode=self.tokenizer.encode if self.tokenizer else None,
             compile_grammar=self.grammars.compile if self.grammars else None,
             listeners=listeners,
+            drafts=drafts_of(self.config.speculative_config, loaded.draft_cost),
         )
         for shared in (asked.kv_connector, disk):
             if shared is not None:

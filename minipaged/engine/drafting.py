@@ -14,6 +14,8 @@ and the best k is the one with the largest quotient. Both numbers are estimated:
   sequences is longer by c = n / (tokens_per_read + n) for each token that all of them draft. A single sequence drafts
   nearly for free. In a large batch c is nearly 1: a drafted token costs what a token costs.
 
+A draft model runs once more for each drafted token, so it adds to c the time of its pass.
+
 The rule knows no clock. So a run can be repeated.
 """
 
@@ -40,6 +42,8 @@ class AdaptiveDrafts:
     """The most tokens to draft."""
     disable_by_batch_size: int | None = None
     """The number of sequences from which on a batch is full and drafts nothing; None for no such number."""
+    draft_cost: float = 0.0
+    """The time of a draft model's pass, as a share of reading the model's weights; 0 if no model guesses."""
     tokens_per_read: float = 12.0
     """Tokens whose arithmetic takes as long as reading the model's weights."""
     memory: float = 0.9
@@ -59,6 +63,7 @@ class AdaptiveDrafts:
         if self.disable_by_batch_size is not None and num_sequences >= self.disable_by_batch_size:
             return 0
         acceptance, cost = self.acceptance(record), num_sequences / (self.tokens_per_read + num_sequences)
+        cost = (cost + self.draft_cost) / (1 + self.draft_cost)  # a draft model has a pass in every step
         best, best_gain, num_tokens, stands = 0, 1.0, 1.0, 1.0
         for k in range(1, self.num_speculative_tokens + 1):
             stands *= acceptance

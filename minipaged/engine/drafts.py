@@ -81,9 +81,9 @@ class ModelDrafts(Drafts):
         return [] if sequence.grammar else [TO_DRAFT] * most
 
 
-def drafts_of(asked: SpeculativeConfig | None) -> Drafts | None:
-    """Return the drafts that a setting asks for; None for none."""
+def drafts_of(asked: SpeculativeConfig | None, draft_cost: float = 0.0) -> Drafts | None:
+    """Return the drafts that a setting asks for; None for none. `draft_cost`: that of the rule."""
     if asked is None:
         return None
-    rule = AdaptiveDrafts(asked.num_speculative_tokens, asked.disable_by_batch_size)
+    rule = AdaptiveDrafts(asked.num_speculative_tokens, asked.disable_by_batch_size, draft_cost)
     return Drafts(rule, *asked.lengths) if asked.model is None else ModelDrafts(rule)

@@ -114,6 +114,12 @@ class LoadedModel:
         tier = self.tier.for_model(config, self.tier.device, self.tier.dtype)
         return replace(self, draft=LoadedModel(folder, config, tokenizer, tier, tier.load_weights(folder, config)))
 
+    @property
+    def draft_cost(self) -> float:
+        """The size of the draft model's weight files, as a share of the model's: about the time in which each reads its
+        weights. 0 without a draft model."""
+        return 0.0 if self.draft is None else _weight_bytes(self.draft.folder) / _weight_bytes(self.folder)
+
     def make_runner(self, engine_config: EngineConfig) -> Runner:
         """Make the model's runner with its KV cache, and with its draft model if it has one. Raises MemoryError if
         there is no room for the cache."""
@@ -136,6 +142,10 @@ class LoadedModel:
         kind = (block_size, kv_cache_dtype, tensor_parallel_size, pipeline_parallel_size)
         own = self.tier.block_bytes(self.config, *kind, on_host=on_host)
         return own + (0 if self.draft is None else self.draft.block_bytes(*kind, on_host=on_host))
+
+
+def _weight_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def check_before_loading(config: ModelConfig | None = None, **settings: Unpack[GivenSettings]) -> None:

@@ -281,21 +281,28 @@ def test_in_blocks_of_many_slots_the_drafted_part_of_the_bar_is_hollow(visiting:
 
 
 def test_a_token_that_is_not_known_yet_is_drawn_as_pending(visiting: Visiting, tmp_path: Path) -> None:
-    """A step that runs ahead, or a draft model, takes a slot for it before."""
+    """A step that runs ahead takes a slot for it before, and so does one in which a model drafts."""
     events = [
         EngineStarted(2, 0, 4, 8),
         RequestArrived("a", 0, (1, 2), 1),
         TokensComputed(0, 2, (0,), 0),
         TokensComputed(0, 3, (), 0),
         TokenGenerated("a", 0, 7, -0.1),
+        TokensComputed(0, 5, (1,), 0),
+        TokensDrafted(0, (8, 9)),
+        TokensAccepted(0, 2, 1),
+        BlocksRolledBack(0, 4, (1,)),
     ]
     (tmp_path / "run.html").write_text(page(as_data("", events)))
     with visiting(tmp_path / "run.html") as watched:
         tokens = [tokens for _, tokens, _ in watched.page.evaluate(EACH_STEP, SLOTS_AND_TOKENS)]
-    assert [each[-1] for each in tokens[2:]] == [
-        ["2", "", "prompt"],
-        ["?", "pending", "pending"],
-        ["7", "", "generated"],
+    assert [each[-1] for each in tokens[2:4]] == [["2", "", "prompt"], ["?", "pending", "pending"]]
+    assert [[[found[0], found[1]] for found in each[2:]] for each in tokens[4:]] == [
+        [["7", ""]],
+        [["7", ""], ["?", "pending"], ["?", "pending"]],
+        [["7", ""], ["8", "draft"], ["9", "draft"]],
+        [["7", ""], ["8", ""], ["9", "refused"]],
+        [["7", ""], ["8", ""]],
     ]
 
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minipaged import LLM, InvalidRequest, ModelError, SamplingParams
+from minipaged import LLM, InvalidRequest, ModelError, SamplingParams, StructuredOutputsParams
 from minipaged.engine.drafting import AdaptiveDrafts, DraftRecord
 from minipaged.engine.drafts import ModelDrafts
 from minipaged.engine.engine import Engine
 from minipaged.engine.sequence import Request, SequenceState
 from minipaged.handover.shared_storage import SharedStorageConnector
+from minipaged.llm import LoadedModel
 from minipaged.steps import TO_DRAFT
 from tests.end_to_end.small_llama import make_small_llama
 from tests.end_to_end.test_scheduling_invariance import (
@@ -172,6 +173,50 @@ def test_a_draft_model_as_large_as_the_model_drafts_less_than_a_smaller_one(
         assert drafts
         drafted.append(drafts.rule.num_to_draft(DraftRecord(num_tested=100, num_accepted=90), 1))
     assert drafted[0] < drafted[1] == 4
+
+
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+    "a bias": {"logit_bias": {7: 3.0, 9: -5.0}},
+    "bad words": {"bad_words": ["the", "a b"]},
+    "few tokens": {"allowed_token_ids": list(range(10, 60))},
+    "at least ten tokens": {"min_tokens": 10, "ignore_eos": False, "stop_token_ids": list(range(40, 100))},
+    "a stop string": {"stop": ["e"], "include_stop_str_in_output": True},
+    "logprobs": {"logprobs": 3, "prompt_logprobs": 2},
+    "logprobs of given tokens": {"logprob_token_ids": [5, 6]},
+    "a schema": {"structured_outputs": StructuredOutputsParams(regex="[a-z]{12,20}")},
+    "samples": {"n": 3},
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("tier", ["reference", "fast"])
+def test_every_parameter_goes_with_a_draft_model(small_llama: Path, near: Path, tier: str, name: str) -> None:
+    """Greedy outputs and what is told of them are those without; sampled ones do not depend on the number of drafts."""
+    loaded, prompts = LoadedModel.load(small_llama, tier, dtype="float32"), [[5, 6, 7, 8, 40, 41], [70, 71]]
+    for temperature in (0.0, 0.9):
+        known: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "seed": 3, "temperature": temperature}
+        params = SamplingParams(**known | PARAMETERS[name] | ({"n": 1} if temperature == 0 else {}))
+        configs = [asked(near, 1), asked(near, 4), asked(near, 4) | {"disable_by_batch_size": 2}]
+        found = []
+        for config in configs if temperature else [None, *configs[:2]]:
+            sizes = {"num_blocks": 60, "block_size": 4, "max_num_batched_tokens": 16, "debug": True}
+            llm = LLM(loaded, speculative_config=config, **sizes)
+            if config:
+                loaded = llm.loaded  # with its draft model
+            found.append(llm.generate(prompts, params))
+            check_nothing_is_held(llm)
+        for others in found[1:]:
+            for one, other in zip(found[0], others, strict=True):
+                assert other.error is None
+                assert [each.token_ids for each in other.outputs] == [each.token_ids for each in one.outputs]
+                assert [each.text for each in other.outputs] == [each.text for each in one.outputs]
+                assert [each.finish_reason for each in other.outputs] == [each.finish_reason for each in one.outputs]
+                for mine, theirs in zip(one.outputs, other.outputs, strict=True):
+                    assert (mine.logprobs is None) == (theirs.logprobs is None) == ("logprob" not in name)
+                    for known_ones, told in zip(mine.logprobs or [], theirs.logprobs or [], strict=True):
+                        assert told.keys() == known_ones.keys()
+                assert (one.prompt_logprobs is None) == (other.prompt_logprobs is None)
 
 
 # --- What is refused --------------------------------------------------------------------------------------

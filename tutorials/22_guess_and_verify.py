@@ -111,8 +111,8 @@ for seed in range(200):
 # The project's [`PromptLookup`](../minipaged/engine/prompt_lookup.py) drafts the same tokens. It finds them in an
 # index, because our loop would search a long text again in every step.
 #
-# The other usual source of drafts is a small *draft model* (method `"draft_model"`). It runs k + 1 times per step, and
-# has its keys and values in the same blocks.
+# The other usual source of drafts is a small *draft model* (`"method": "draft_model"`). It guesses token after token,
+# so it runs several times per step. In minipaged its keys and values lie in the same blocks as the model's.
 #
 # ## One step verifies all
 #
@@ -246,7 +246,8 @@ assert allocator.num_free == 5  # block 3 is free again
 #     draft model ran       t  d1  d2  d3                 next it runs d4 and the bonus token
 #
 # A bug in the last line has shipped, and [the bug museum](../docs/museum/bonus_token.md) has it with a failing run. In
-# minipaged the draft model runs its last guess, too, if only for its keys and values. So it is never behind.
+# minipaged the draft model runs its last guess, too, so that its keys and values are there: k + 1 passes for k drafted
+# tokens. So it is never behind.
 #
 # ## When tokens are sampled
 #
@@ -283,9 +284,9 @@ output = np.where(stands, drafted, draw(residual))
 #
 # <details><summary>See</summary>
 #
-# **60 %** (`stands.mean()`, give or take 2). Tea is drafted in 30 % of the draws and always stands, milk in 10 %. Beer
-# is drafted in 50 % and stands in 15 %, rum in 10 % and 5 %. Each token x brings min(p(x), q(x)), so the share is their
-# sum. No other way gives more.
+# **60 %** (`stands.mean()`, give or take 2). Tea is drafted in 30 % of all draws and always stands; so does milk, in
+# 10 %. Beer is drafted in 50 % of all draws, and drafted and kept in only 15 %; rum in 10 %, and kept in 5 %. Each
+# token x brings min(p(x), q(x)), so the share is their sum. No other way accepts more.
 #
 # </details>
 
@@ -303,10 +304,10 @@ assert abs(stands.mean() - np.minimum(p, q).sum()) < 0.005
 #
 # ### The same seed, the same tokens
 #
-# Comparing has another advantage. In minipaged the random number of a draw depends on the request's seed and on the
-# position, and on nothing else. (The draft model draws with the same number as the model, so the two agree more often
-# than independent draws.) Rejection needs more random numbers, for acceptance and for the residual. They depend on the
-# same two things.
+# Comparing has another advantage. In minipaged the random number of a draw depends on the request's seed, the sample
+# and the position, and on nothing else. (The draft model draws with the same number as the model, so the two agree more
+# often than independent draws.) Rejection needs two more numbers at a position: one for acceptance, one for the
+# residual. They follow from the same seed, sample and position, but each purpose has a number of its own.
 #
 # A model with a vocabulary of five tokens says 20 of them with one seed, in five ways: without drafts; with 1 and with
 # 4 drafted tokens per step that are compared; with 1 and with 4 that stand by rejection.
@@ -375,10 +376,11 @@ for name, k, reject in [
     print(f"{name:13}{''.join('ABCDE'[token] for token in said)}  in {num_steps} steps")
 
 # %% [markdown]
-# The texts by rejection are others, and just as likely. But they also differ from each other. In an engine, the number
-# of drafted tokens depends on the batch: whoever sets a seed to get the same answer again would get another one when
-# the server is full. The number matters because it decides which positions a guess reaches. No guess reaches the bonus
-# token. So let the draft model guess that one, too, and accept or refuse it like the others:
+# Rejection gives different texts, from the same distribution. But its two texts also differ from each other. In an
+# engine, the number of drafted tokens depends on the batch. So a user who sets a seed to get the same answer again
+# would get a different one when the server is full. The number matters because it decides which positions have a guess.
+# The position of the bonus token has none. So let the draft model guess that token, too, and accept or refuse it like
+# the others:
 
 # %%
 for k in (0, 1, 4):
@@ -388,11 +390,11 @@ for k in (0, 1, 4):
 assert say(0, True, 1)[0] == say(1, True, 1)[0] == say(4, True, 1)[0]
 
 # %% [markdown]
-# Now the number changes nothing, not even if nothing is drafted. That is what minipaged does. But its tokens are not
-# those without a draft model. Nobody can have both: the most accepted drafts, and tokens that do not depend on the
-# drafts at all. [The concept page](../docs/concepts/speculation.md#verification) has the reason. Prompt lookup has no
-# such choice to make. Its draft is certain of its token (q is 1 there), so comparing accepts as much as rejection
-# would.
+# Now the number of drafted tokens changes nothing, even if it is 0. That is what minipaged does with a draft model. But
+# these are not the tokens that the model gives without one. Nobody can have both: the most accepted drafts (rejection),
+# and tokens that do not depend on the drafts at all (comparing). [The concept
+# page](../docs/concepts/speculation.md#verification) has the reason. Prompt lookup has no such choice to make. Its
+# draft is certain of its token (q is 1 there), so comparing accepts as much as rejection would.
 #
 # ## In the engine
 #
@@ -438,11 +440,11 @@ assert len(without.outputs[0].token_ids) == 51
 # %% [markdown]
 # Each step gave 3.6 tokens on average.
 #
-# Now a shorter run, step by step: the text from above, in a pool of 8 blocks. The step that computes the prompt gives
-# " Anna". So the first draft is what came after "likes Anna". In
-# <a href="?step=10#stepper-1">step 10</a> the four tokens are guessed, and get slots next, for which a fourth block is
-# taken. Then they are verified. In <a href="?step=13#stepper-1">step 13</a> the slots of the refused ones go back, and
-# the block with them.
+# Now a shorter run in a pool of 8 blocks, with the text from above. (A step of the picture is one event; a step of the
+# model has several.) The step that computes the prompt gives " Anna". So the first draft is what came after "likes
+# Anna". In <a href="?step=10#stepper-1">step 10</a> the four tokens are guessed. Next they get slots, and a fourth
+# block for them. Then they are verified. In <a href="?step=13#stepper-1">step 13</a> the slots of the refused ones go
+# back, and the block with them.
 
 # %%
 from minipaged.events import BlocksRolledBack, TokensAccepted, TokensDrafted
@@ -475,10 +477,12 @@ run
 #
 #     (1 + a + ... + a^k) / (1 + k c)
 #
-# For a single sequence c is small. In a batch of n sequences, a step drafts for all of them, and n more tokens are
-# computed for each token of k. On a CPU, and in a large batch, computing is what takes the time.
-# [`AdaptiveDrafts`](../minipaged/engine/drafting.py) estimates c = n / (r + n), where r is the number of tokens with
-# which computing takes as long as reading the weights. That is 206 for the GPU above, and far less for a CPU.
+# What is c? Call r the number of tokens whose computing takes as long as reading the weights: 206 for the GPU above,
+# and far fewer for a CPU. The rule, [`AdaptiveDrafts`](../minipaged/engine/drafting.py), adds both times. (The first
+# cell took the longer one.) A step of n sequences then takes as long as computing r + n tokens, and one drafted token
+# for each sequence adds n. So c = n / (r + n). For a single sequence c is small: a drafted token is nearly free. In a
+# large batch c is nearly 1: a drafted token costs as much as any other. (The rule's name for r is `tokens_per_read`. A
+# draft model adds the time of its passes.)
 #
 # **Predict.** A batch has 32 sequences, r is 16, and 60 % of the drafted tokens stand. By which factor is decoding
 # faster with one drafted token for each sequence?
@@ -554,8 +558,10 @@ Curves(
 # - **Beams and grammars draft nothing.** A grammar's mask is known for the next token only.
 # - **Logits are equal up to rounding.** A step with five tokens adds numbers in another order than a step with one. So
 #   where two tokens are all but equally likely, the other one may be chosen, above all in bfloat16.
-# - **There is no gain without repetition.** In a text that repeats nothing, prompt lookup finds little, and that little
-#   is refused.
+# - **Prompt lookup gains nothing without repetition.** In a text that repeats nothing it finds few drafts, and most of
+#   them are refused. A draft model can guess any text, but its own passes take time.
+#
+# [The concept page](../docs/concepts/speculation.md) lists what cannot be combined with drafts.
 #
 # ## Exercises
 #

@@ -559,8 +559,8 @@ def disaggregated(stage: Stage) -> SceneResult:
 
 
 def speculation(stage: Stage) -> SceneResult:
-    """Serve a request without drafts, then with tokens drafted from its own prompt, which each step verifies (not in
-    the paper)."""
+    """Serve one request twice: first without drafts, then with tokens drafted from its own prompt. One step verifies a
+    whole draft. (This is not in the paper.)"""
     params = SamplingParams(temperature=0, max_tokens=stage.tokens(48))
     arrivals = [stage.ask(f"Correct the spelling in this text and repeat it: {MISSPELT}", params)]
     size = stage.block_size_or(4)
@@ -585,7 +585,7 @@ def speculation(stage: Stage) -> SceneResult:
     same = first_difference(expected, output) is None
     findings = [
         f"Of {counts['tokens drafted']} drafted tokens {counts['tokens accepted']} stood, and "
-        f"{counts['blocks rolled back']} blocks went back: {drafted.measures.steps} steps in place of "
+        f"{counts['blocks rolled back']} blocks went back. The answer took {drafted.measures.steps} steps instead of "
         f"{plain.measures.steps}.",
         f"{len(output.outputs[0].token_ids)} tokens with drafts: {'the same' if same else 'DIFFERENT'} as without.",
     ]
@@ -733,8 +733,8 @@ DISAGGREGATED = Scene(
 SPECULATION = Scene(
     "speculation",
     "Drafted tokens, verified in one step",
-    "Watch hollow tokens: they are drafted, and one step verifies all of them. Those that stand turn solid; the others "
-    "vanish, and their blocks go back.",
+    "Watch hollow tokens: they are drafted, and one step verifies all of them. Those that stand turn solid. The others "
+    "vanish, and blocks that are empty then go back.",
     speculation,
 )
 """Not in SCENES, because it is not in the paper."""

@@ -1,4 +1,4 @@
-"""Drafts in a plan: tokens that are guessed for sequences which decode, to be verified in the same step.
+"""Drafts in a plan: guessed tokens for decoding sequences, which the same step verifies.
 
 A drafted token takes a slot, as a query token does. If it does not stand, the commit gives the slot back
 (`Committer._commit_drafted`). So between two steps no table has a slot of a token that is not verified. Drafts take
@@ -25,8 +25,8 @@ class Drafts:
         self._lengths = prompt_lookup_min, prompt_lookup_max
 
     def draft(self, request: Request, sequence: SequenceState, num_sequences: int) -> list[int]:
-        """Return tokens that may come next in a sequence of this request, in a batch of `num_sequences`. None for one
-        with a grammar, whose mask is known for one token only."""
+        """Return tokens that may come next in a sequence of this request, in a batch of `num_sequences`. The list is
+        empty for a sequence with a grammar, because the grammar's mask is known for the next token only."""
         most = self.rule.num_to_draft(sequence.draft_record, num_sequences)
         if not most or sequence.grammar:
             return []
@@ -43,9 +43,10 @@ class Drafts:
         self.rule.note(sequence.draft_record, num_drafted, num_accepted)
 
     def added_to(self, plan: Plan, blocks: Memory, tokens_left: int, emit: Emit) -> Plan:
-        """Add drafts for the decoding sequences of a plan whose slots are taken, and take theirs. Returns the new plan.
+        """Return the plan with drafts added for its decoding sequences, and take slots for the drafted tokens. The
+        sequences' own slots are taken already.
 
-        `tokens_left`: the number of tokens that the batch may run besides. `emit`: receives TokensDrafted.
+        `tokens_left`: the number of further tokens that the batch may run. `emit`: receives TokensDrafted.
         """
         num_sequences, parts = sum(len(part.work) for part in plan.scheduled), list[ScheduledRequest]()
         for part in plan.scheduled:
@@ -59,7 +60,7 @@ class Drafts:
                     drafted = ()
                 if drafted:
                     drafts[sequence.sequence_id] = drafted
-                    if emit.heard and TO_DRAFT not in drafted:  # those are known at the commit
+                    if emit.heard and TO_DRAFT not in drafted:  # a draft model's are known at the commit
                         emit(TokensDrafted(sequence.sequence_id, drafted))
                     blocks.append(sequence, len(drafted))
                 else:
@@ -82,7 +83,7 @@ class ModelDrafts(Drafts):
 
 
 def drafts_of(asked: SpeculativeConfig | None, draft_cost: float = 0.0) -> Drafts | None:
-    """Return the drafts that a setting asks for; None for none. `draft_cost`: that of the rule."""
+    """Return the drafts that `asked` describes, or None without it. `draft_cost`: see `AdaptiveDrafts`."""
     if asked is None:
         return None
     rule = AdaptiveDrafts(asked.num_speculative_tokens, asked.disable_by_batch_size, draft_cost)

@@ -9,21 +9,23 @@ gives 1 to k + 1 tokens, and each has the model's own distribution p, after temp
 
 There are two ways to choose the token of a row, and both keep p exactly:
 
-- *Draw as ever, and compare.* The token is the one that `sample` chooses, drafted or not. A draft that is certain of
-  its token d (found in the prompt, or by a greedy draft model) stands with probability p(d), and no other way gives
-  more. **The tokens are those without drafts**, whatever was drafted: more tokens, fewer, or none in a full batch.
+- *Draw as ever, and compare.* The token is the one that `sample` chooses, drafted or not. **The tokens are those
+  without drafts**, whatever was drafted: more tokens, fewer, or none in a full batch. If the draft is certain of its
+  token d (found in the prompt, or by a greedy draft model), then d stands with probability p(d). No way accepts it
+  more often.
 - *Rejection* (Leviathan et al., ICML 2023, algorithm 1; Chen et al., 2023, arXiv 2302.01318), for drafts that a model
   has drawn from its own distribution q. Token d is accepted with probability min(1, p(d) / q(d)). If it is refused, the
-  token is drawn from the residual, max(0, p - q) normalised. A draft stands with probability Σ min(p, q), and no other
-  way gives more.
+  token is drawn from the residual, max(0, p - q) normalised. A drafted token stands with probability Σ min(p, q). No
+  way accepts it more often.
 
 **What the same seed gives.** All random numbers are functions of (seed, stream, position, purpose). A draft model draws
 with `sample`, so with the number that a plain draw uses. Acceptance and residual have numbers of their own. With
 rejection, the token at a position depends on the tokens before it, and on whether a guess has reached this position. So
-the draft model guesses at every position, the bonus token's included, where no guess is run. (It costs nothing: the
-draft model runs all tokens anyway, for their K/V.) Then the tokens do not depend on the number of drafted tokens, the
-rest of the batch, preemption, or the tier. They are not those without a draft model; their distribution is. Tokens that
-do not depend on the draft at all agree with it less often (Daliri, Musco and Suresh, 2024, arXiv 2408.07978).
+the draft model guesses at every position, that of the bonus token included. The model does not run this last guess.
+(It takes no extra pass: the draft model runs the last drafted token anyway, for its K/V.) Then the tokens do not depend
+on the number of drafted tokens, the rest of the batch, preemption, or the tier. They differ from the tokens without a
+draft model, but have the same distribution. Tokens that do not depend on the draft at all agree with it less often
+(Daliri, Musco and Suresh, 2024, arXiv 2408.07978).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A model and its draft model, as one runner (speculative decoding with a draft model).
 
-    StepInput ──► draft model   runs all query tokens, and guesses: k + 1 passes
-                  model         runs all query tokens, those guesses among them: one pass
+    StepInput ──► draft model   runs all query tokens, and makes k + 1 guesses: k + 1 passes
+                  model         runs all query tokens and the first k guesses: one pass
                   verify        chooses the tokens that stand, and one more
 
 **The draft model's keys and values lie in the blocks of the model's.** Block b of the pool is a piece of the model's
@@ -10,9 +10,10 @@ whatever happens to a block happens to both parts: a fork shares them, copy-on-w
 prefix cache and a connector take them along.
 
 **The draft model runs whatever the model runs**, also in a step that drafts nothing. So after each step a slot has the
-K/V of both models or of neither, and no step must find out what the draft model has missed. It costs one pass more: the
-last drafted token is run only for its K/V. What that pass guesses is used, too (`reference/speculation.py`): as the
-draft model guesses at every position, the tokens of a seed do not depend on how many are drafted.
+K/V of both models or of neither, and no step must find out what the draft model has missed. The price is one pass more:
+the last drafted token is run, too, for its K/V. That pass also guesses the next token. The model does not run this
+guess, but `verify` accepts or refuses it (`reference/speculation.py`). So the draft model guesses at every position,
+and the tokens of a seed do not depend on how many are drafted.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ class AsyncLLM:
         try:
             _check_servable(config.max_model_len, config.num_blocks, config.block_size)
         except InvalidRequest:
-            if self.llm.loaded is not model:  # it is used nowhere else
+            if not isinstance(model, LoadedModel):  # it is used nowhere else
                 self.llm.close()
             raise
         self.max_waiting = max_waiting

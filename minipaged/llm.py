@@ -72,7 +72,8 @@ class LLM:
     for minipaged's own behaviour, and raise an error with the reason if not (docs/vllm.md).
 
     Several LLMs can share one `LoadedModel`, each with its own sizes, policies and KV cache: give it as `model`
-    (`LLM(llm.loaded, num_blocks=8)`). Its `tier`, `device` and `dtype` cannot be changed.
+    (`LLM(llm.loaded, num_blocks=8)`). Its `tier`, `device` and `dtype` cannot be changed. It has the draft model, too,
+    if there is one.
 
     `host_sharers` is the number of engines, in separate processes, that share this machine's memory. Pool sizes that
     are left open are computed from this engine's share of the free memory. (Memory is taken page by page at first use,
@@ -93,7 +94,6 @@ class LLM:
         own = [each.name for each in fields(Settings)]
         asked = Settings(**take_own("LLM()", settings, LLM_ARGUMENTS, own))
         policy = policy_named(asked.scheduling_policy)  # raises its errors before anything is loaded
-        is_shared = isinstance(model, LoadedModel)
         if isinstance(model, LoadedModel):
             asked = model.settled(asked)
             loaded = model
@@ -106,7 +106,7 @@ class LLM:
         try:
             self._begin(loaded.with_draft_model(asked), asked, policy, listeners, host_sharers)
         except BaseException:
-            if not is_shared:  # it is used nowhere else, and it may have worker processes
+            if loaded is not model:  # it is used nowhere else, and it may have worker processes
                 loaded.close()
             raise
         # Python's garbage collector traverses all objects again and again: hundreds of thousands, nearly all of which

@@ -457,8 +457,6 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         check(self)
         _require(self.method in _METHODS, f"method is {self.method!r}; choose {' or '.join(map(repr, _METHODS))}")
-        if self.method == "ngram" and self.model in ("ngram", "[ngram]"):  # as older versions of vLLM have it
-            object.__setattr__(self, "model", None)
         _require(
             (self.method == "draft_model") == (self.model is not None),
             f"method is {self.method!r} and model is {self.model!r}; 'draft_model' and a model go together",
@@ -496,8 +494,10 @@ class SpeculativeConfig:
             )
         if isinstance(given.get("model"), Path):
             given = {**given, "model": str(given["model"])}
-        if "method" not in given and "model" in given:  # vLLM's default
-            given = {**given, "method": "draft_model"}
+        if given.get("model") in ("ngram", "[ngram]"):  # as older versions of vLLM have it
+            given = {"method": "ngram", **given, "model": None}
+        if given.get("model") is not None:  # vLLM's default
+            given = {"method": "draft_model", **given}
         for key in ("method", "num_speculative_tokens"):
             _require(key in given, f'speculative_config has no {key}; give it, as in {{"{key}": {_EXAMPLES[key]}}}')
         return cls(**take_own("speculative_config", given, SPECULATIVE_KEYS, own))

@@ -38,7 +38,7 @@ class ModelDrafts(Drafts):
     """Drafts by the draft model."""
 
     def __init__(self, config, model=DraftModel):
-        super().__init__(AdaptiveDrafts(num_speculative_tokens=4), 1, 1)  # prompt lookup is not used
+        super().__init__(AdaptiveDrafts(num_speculative_tokens=4))
         self.model = model(config.vocab_size)
         self.tables = {}  # sequence -> its block table in the draft model's pool
         self.ran = {}  # sequence -> its tokens that have keys and values there

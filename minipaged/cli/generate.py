@@ -139,14 +139,9 @@ def _recording(llm: LLM, model: str, path: Path) -> Iterator[None]:
     """Record all steps of the LLM from its first one on. The file is complete even if the run fails."""
     from minipaged.recordings.step_files import Header, StepRecorder
 
-    asked = llm.config.speculative_config
-    if asked is not None and asked.model is not None:
-        raise InvalidRequest(
-            "--record-steps: steps in which a draft model guesses cannot be replayed; leave it out, or draft with the "
-            "method 'ngram'"
-        )
+    header = Header.of(model, llm)
     with _open_for_writing(path, "wb") as file:
-        recorder = StepRecorder(llm.engine.runner, file, Header.of(model, llm))
+        recorder = StepRecorder(llm.engine.runner, file, header)
         llm.engine.runner = recorder
         try:
             yield

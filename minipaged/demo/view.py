@@ -307,7 +307,7 @@ class StateView:
         filled = pool.filled[block]
         taken = solid = width if filled >= state.block_size else max(1, width * filled // state.block_size)
         sequence = state.sequences[holders[0]]
-        if sequence.num_computed > sequence.num_verified:
+        if sequence.drafted:
             drafted = sequence.unverified(sequence.table.index(block), state.block_size)
             solid = min(taken - (drafted > 0), width * (filled - drafted) // state.block_size)
         text = text.ljust(solid).ljust(taken, "▯").ljust(width, "·")

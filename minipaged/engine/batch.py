@@ -20,7 +20,8 @@ class ScheduledRequest:
     completes: bool
     """Whether all tokens of all its sequences are computed after this step, so that the next ones can be chosen."""
     drafts: Mapping[int, tuple[int, ...]] | None = None
-    """The drafted tokens of its sequences, by sequence number; `work` counts them. None if none are drafted."""
+    """The drafted tokens of its sequences (or TO_DRAFT), by sequence number; `work` counts them. None if none are
+    drafted."""
     num_query_tokens: int = field(init=False)
     first_row: int = 0
     """The index of its first row in the plan (set by `Plan.lay_out`)."""

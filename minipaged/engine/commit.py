@@ -34,7 +34,7 @@ from minipaged.events import (
 )
 from minipaged.outputs import RequestUpdate
 from minipaged.params import SamplingParams
-from minipaged.steps import LOGITS
+from minipaged.steps import LOGITS, TO_DRAFT
 
 FinishReason = Literal["stop", "length", "abort", "error", "dropped"]
 
@@ -169,18 +169,21 @@ class Committer:
     ) -> None:
         """Append the drafted tokens that stand, and one more, to each sequence; give back the slots of the others.
         `by_runner`: by sequence, the tokens that the runner's draft model has guessed."""
-        own, first = list[tuple[SequenceState, int, list[Sampled]]](), 0
+        own, first = list[tuple[SequenceState, tuple[int, ...], list[Sampled]]](), 0
         for sequence, _ in scheduled.work:
             drafted = by_runner.get(sequence.sequence_id, scheduled.drafted(sequence))
+            if TO_DRAFT in drafted:
+                raise RequestFailed("this runner has no draft model; leave speculative_config out")
             chosen = choices[first : first + len(drafted) + 1]
             num_accepted = num_standing(drafted, chosen)
-            if chosen[num_accepted].error and sequence.finish_reason is None:
+            if chosen[num_accepted].error:
                 raise BadLogits(chosen[num_accepted].error)
+            own.append((sequence, drafted, chosen[: num_accepted + 1]))
+            first += len(chosen)
+        for sequence, drafted, chosen in own:
+            num_drafted = len(drafted)
             if sequence.sequence_id in by_runner and self._emit.heard:
                 self._emit(TokensDrafted(sequence.sequence_id, drafted))
-            own.append((sequence, len(drafted), chosen[: num_accepted + 1]))
-            first += len(chosen)
-        for sequence, num_drafted, chosen in own:
             if num_drafted:
                 self._emit(TokensAccepted(sequence.sequence_id, num_drafted, len(chosen) - 1))
             if num_refused := num_drafted + 1 - len(chosen):

@@ -7,6 +7,8 @@ only what is left when all requests of the step have their tokens and blocks, an
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 from minipaged.engine.batch import Plan, ScheduledRequest
 from minipaged.engine.drafting import AdaptiveDrafts
 from minipaged.engine.memory import Memory
@@ -17,22 +19,16 @@ from minipaged.params import SpeculativeConfig
 from minipaged.steps import TO_DRAFT
 
 
-class Drafts:
-    """Drafts by prompt lookup (`prompt_lookup.py`), as many tokens as a rule says (`drafting.py`)."""
+class Drafts(ABC):
+    """Guesses tokens, as many as a rule says (`drafting.py`)."""
 
-    def __init__(self, rule: AdaptiveDrafts, prompt_lookup_min: int, prompt_lookup_max: int) -> None:
+    def __init__(self, rule: AdaptiveDrafts) -> None:
         self.rule = rule
-        self._lengths = prompt_lookup_min, prompt_lookup_max
 
+    @abstractmethod
     def draft(self, request: Request, sequence: SequenceState, num_sequences: int) -> list[int]:
         """Return tokens that may come next in a sequence of this request, in a batch of `num_sequences`. The list is
         empty for a sequence with a grammar, because the grammar's mask is known for the next token only."""
-        most = self.rule.num_to_draft(sequence.draft_record, num_sequences)
-        if not most or sequence.grammar:
-            return []
-        if sequence.lookup is None:
-            sequence.lookup = PromptLookup(sequence.tokens, *self._lengths)
-        return sequence.lookup.draft(most)
 
     def any_for(self, plan: Plan) -> bool:
         """Whether a token would be drafted if all sequences of this plan went on decoding."""
@@ -71,13 +67,27 @@ class Drafts:
         return Plan(parts, plan.lane)
 
 
+class LookupDrafts(Drafts):
+    """Drafts by prompt lookup (`prompt_lookup.py`), of n-grams of `prompt_lookup_min` to `prompt_lookup_max` tokens."""
+
+    def __init__(self, rule: AdaptiveDrafts, prompt_lookup_min: int, prompt_lookup_max: int) -> None:
+        super().__init__(rule)
+        self._lengths = prompt_lookup_min, prompt_lookup_max
+
+    def draft(self, request: Request, sequence: SequenceState, num_sequences: int) -> list[int]:
+        most = self.rule.num_to_draft(sequence.draft_record, num_sequences)
+        if not most or sequence.grammar:
+            return []
+        if sequence.lookup is None:
+            sequence.lookup = PromptLookup(sequence.tokens, *self._lengths)
+        return sequence.lookup.draft(most)
+
+
 class ModelDrafts(Drafts):
     """Drafts by the runner's draft model, which guesses them in the step that verifies them (`tiers/drafted.py`)."""
 
-    def __init__(self, rule: AdaptiveDrafts) -> None:
-        self.rule = rule
-
     def draft(self, request: Request, sequence: SequenceState, num_sequences: int) -> list[int]:
+        """Return TO_DRAFT for each token to guess."""
         most = self.rule.num_to_draft(sequence.draft_record, num_sequences)
         return [] if sequence.grammar else [TO_DRAFT] * most
 
@@ -87,4 +97,4 @@ def drafts_of(asked: SpeculativeConfig | None, draft_cost: float = 0.0) -> Draft
     if asked is None:
         return None
     rule = AdaptiveDrafts(asked.num_speculative_tokens, asked.disable_by_batch_size, draft_cost)
-    return Drafts(rule, *asked.lengths) if asked.model is None else ModelDrafts(rule)
+    return LookupDrafts(rule, *asked.lengths) if asked.model is None else ModelDrafts(rule)

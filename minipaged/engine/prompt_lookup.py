@@ -33,10 +33,8 @@ class PromptLookup:
         self._tokens = tokens
         self._shortest, self._longest = prompt_lookup_min, prompt_lookup_max
         self._num_indexed = 0
-        # Each layer has a dict for each length: the n-gram's key -> the number of tokens up to its first end. A fork
-        # adds a layer, and shares those before. Only the last one changes.
-        self._layers: list[list[dict[Hashable, int]]] = []
-        self._add_layer()
+        # For each length, the n-gram's key -> the number of tokens up to its first end.
+        self._ends: list[dict[Hashable, int]] = [{} for _ in range(prompt_lookup_min, prompt_lookup_max + 1)]
         self._firsts: list[int] = []  # the values of the n-grams that end at the last token, the shortest first
 
     def draft(self, k: int) -> list[int]:
@@ -48,35 +46,15 @@ class PromptLookup:
                 return list(self._tokens[first : first + k])
         return []
 
-    def fork(self, tokens: Sequence[int]) -> PromptLookup:
-        """Return an index for a fork of the sequence. `tokens`: the fork's list, which begins with all tokens of this
-        one. The two share what is indexed so far."""
-        self._index()
-        child = PromptLookup(tokens, self._shortest, self._longest)
-        if any(self._layers[-1]):
-            self._add_layer()
-        child._layers = [*self._layers[:-1], *child._layers]
-        child._firsts, child._num_indexed = list(self._firsts), self._num_indexed
-        return child
-
-    def _add_layer(self) -> None:
-        self._layers.append([{} for _ in range(self._shortest, self._longest + 1)])
-
     def _index(self) -> None:
         """Add the n-grams that end at the tokens since the last call."""
         tokens, shortest, num_lengths = self._tokens, self._shortest, self._longest - self._shortest + 1
-        earlier, own = self._layers[:-1], self._layers[-1]
-        firsts = self._firsts
+        ends, firsts = self._ends, self._firsts
         for end in range(max(self._num_indexed + 1, shortest), len(tokens) + 1):
             key: Hashable = tuple(tokens[end - shortest : end])
             before, firsts = firsts, []
             for i in range(num_lengths):
-                first = own[i].get(key, end)
-                for layer in earlier:
-                    first = min(first, layer[i].get(key, end))
-                if first == end:
-                    own[i][key] = end
-                firsts.append(first)
+                firsts.append(ends[i].setdefault(key, end))
                 if i == len(before):  # the sequence is not longer
                     break
                 key = (before[i], tokens[end - 1])

@@ -38,7 +38,7 @@ def verify(
     """Return for each draft the tokens that stand, and one more: 1 to k + 1 tokens, each as `sample` reports it.
 
     logits: [rows, vocab], which the drafts' inputs use: float32, float16, bfloat16 or float64, on any device.
-    draft_logits: [all drafted tokens, vocab] on the same device, in the order of `drafts`: the draft model's logits,
+    draft_logits: [all tokens of `drafts`, vocab] on the same device, in their order: the draft model's logits,
         from which `sample` drew the drafted tokens with the same inputs. None: the drafted tokens count as certain. So
         does one whose row gives no distribution.
 

@@ -39,7 +39,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar, overload
 import msgspec
 
 from minipaged.contracts import Runner, Sampled, StepResult
-from minipaged.errors import BadRecording
+from minipaged.errors import BadRecording, InvalidRequest
 from minipaged.llm import LLM
 from minipaged.models.config import ModelConfig
 from minipaged.params import EngineConfig
@@ -91,7 +91,13 @@ class Header:
 
     @classmethod
     def of(cls, model: str, llm: LLM) -> Header:
-        """Make the header for the steps of an LLM that was made with this `model`."""
+        """Make the header for the steps of an LLM that was made with this `model`. Raises InvalidRequest for one with a
+        draft model, whose guesses are not in its steps."""
+        if llm.loaded.draft is not None:
+            raise InvalidRequest(
+                "steps in which a draft model guesses cannot be recorded, because a replay would need its guesses; "
+                "leave the recording out (--record-steps), or draft with the method 'ngram'"
+            )
         tier = llm.loaded.tier
         sizes = (tier.name, tier.device, tier.dtype, llm.config)
         return cls(own_version(), model, llm.model_config, *sizes)

@@ -59,44 +59,42 @@ def verify(
     """Return for each draft the tokens that stand, and one more: 1 to k + 1 tokens, each as `sample` reports it.
 
     logits: [rows, vocab], which the drafts' inputs use.
-    draft_logits: [all drafted tokens, vocab], in the order of `drafts`: the draft model's logits, from which `sample`
+    draft_logits: [all tokens of `drafts`, vocab], in their order: the draft model's logits, from which `sample`
         drew the drafted tokens with the same inputs. None: the drafted tokens count as certain. So does one whose row
         gives no distribution.
 
     If nothing can be chosen from a row, the last token is an error. Rows after the first token that does not stand are
     not looked at: they predict what comes after tokens that the sequence does not have.
     """
-    drafted_from = iter([] if draft_logits is None else draft_logits)  # of [vocab] each
+    drafted_from = iter(() if draft_logits is None else draft_logits)  # of [vocab] each
     verified = []
     for draft in drafts:
-        rows = [next(drafted_from, None) for _ in draft.token_ids]  # [k or k + 1] of [vocab] each
+        rows = [] if draft_logits is None else [next(drafted_from) for _ in draft.token_ids]  # of [vocab] each
         chosen: list[Sampled] = []
         for wanted, drafted, row in zip_longest(draft.inputs, draft.token_ids, rows):
             if drafted is None or row is None or wanted.params.temperature == 0:
                 chosen += sample(logits, [wanted])
             else:
-                chosen += accept_or_draw_again(logits, wanted, drafted, row)
+                chosen.append(accept_or_draw_again(logits, wanted, drafted, row))
             if chosen[-1].token_id != drafted or chosen[-1].error:
                 break
         verified.append(chosen)
     return verified
 
 
-def accept_or_draw_again(
-    logits: FloatArray, wanted: SamplingInput, drafted: int, draft_logits: FloatArray
-) -> list[Sampled]:
+def accept_or_draw_again(logits: FloatArray, wanted: SamplingInput, drafted: int, draft_logits: FloatArray) -> Sampled:
     """Choose a token from `logits` [rows, vocab] by rejection, where `drafted` was drawn from `draft_logits` [vocab].
     As `sample` does, if one of the two rows gives no distribution."""
     place = (wanted.seed, wanted.stream, wanted.position)
     try:
         p, q = probabilities(logits[wanted.row], wanted), probabilities(draft_logits, wanted)  # [vocab] each
     except BadLogits:
-        return sample(logits, [wanted])
+        return sample(logits, [wanted])[0]
     token_id = drafted
     if not is_accepted(p, q, drafted, uniform(*place, ACCEPTANCE)):
         token_id = residual(p, q).at(uniform(*place, RESIDUAL))
     prediction = Prediction(logits[wanted.row])
-    return [prediction.report(token_id, wanted.params.num_likeliest, wanted.params.logprob_token_ids)]
+    return prediction.report(token_id, wanted.params.num_likeliest, wanted.params.logprob_token_ids)
 
 
 def is_accepted(p: FloatArray, q: FloatArray, drafted: int, u: float) -> bool:

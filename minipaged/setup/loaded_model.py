@@ -96,28 +96,22 @@ class LoadedModel:
         return asked
 
     def with_draft_model(self, asked: Settings) -> LoadedModel:
-        """This model and the draft model that the settings name, which is loaded if need be. Raises ModelError, and
-        InvalidRequest for a draft model that does not go with this one."""
+        """This model with the draft model that the settings name (`check_for_model` has seen it), or without one. It is
+        loaded unless this model has it already. Raises ModelError."""
         name = asked.speculation.model if asked.speculation else None
         if name is None:
-            return replace(self, draft=None)
-        folder = check_draft_model(name, self.config, asked.max_model_len)
+            return self if self.draft is None else replace(self, draft=None)
+        folder = hub.resolve(name)
         if self.draft is not None and self.draft.folder == folder:
             return self
         config = load_config(folder).in_one_group()
-        tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
-        if self.tokenizer and tokenizer and self.tokenizer.vocabulary != tokenizer.vocabulary:
-            raise InvalidRequest(
-                f"the draft model {name} has other tokens than {self.folder.name}: their tokenizers differ; take a "
-                "smaller model of the same family"
-            )
-        tier = self.tier.for_model(config, self.tier.device, self.tier.dtype)
-        return replace(self, draft=LoadedModel(folder, config, tokenizer, tier, tier.load_weights(folder, config)))
+        weights = self.tier.load_weights(folder, config)
+        return replace(self, draft=LoadedModel(folder, config, self.tokenizer, self.tier, weights))
 
     @property
     def draft_cost(self) -> float:
-        """The size of the draft model's weight files, as a share of the model's: about the time in which each reads its
-        weights. 0 without a draft model."""
+        """The size of the draft model's weight files, as a share of the model's. That is about its share of the time,
+        if both are read as they are stored. 0 without a draft model."""
         return 0.0 if self.draft is None else _weight_bytes(self.draft.folder) / _weight_bytes(self.folder)
 
     def make_runner(self, engine_config: EngineConfig) -> Runner:
@@ -165,11 +159,13 @@ def check_length(config: ModelConfig, max_model_len: int | None) -> None:
         raise InvalidRequest(f"max_model_len is {max_model_len}; this model was made for at most {longest} tokens")
 
 
-def check_draft_model(name: str, config: ModelConfig, max_model_len: int | None) -> Path:
-    """Find (or fetch) the draft model, and return its folder. Raises ModelError, and InvalidRequest if it does not go
-    with the model of `config`."""
-    folder = hub.resolve(name)
-    own = load_config(folder)
+def check_draft_model(
+    name: str, folder: Path, config: ModelConfig, tier: DeviceTier, max_model_len: int | None
+) -> None:
+    """Find (or fetch) the draft model. Raises ModelError, and InvalidRequest if it does not go with the model in
+    `folder`."""
+    draft = hub.resolve(name)
+    own = load_config(draft)
     if own.vocab_size != config.vocab_size:
         raise InvalidRequest(
             f"the draft model {name} has a vocabulary of {own.vocab_size} tokens, and the model one of "
@@ -180,7 +176,16 @@ def check_draft_model(name: str, config: ModelConfig, max_model_len: int | None)
             f"max_model_len is {max_model_len}; the draft model {name} was made for at most "
             f"{own.max_position_embeddings} tokens"
         )
-    return folder
+    have_tokens = all((each / "tokenizer.json").is_file() for each in (folder, draft))
+    if have_tokens and Tokenizer(folder).vocabulary != Tokenizer(draft).vocabulary:
+        raise InvalidRequest(
+            f"the draft model {name} has other tokens than {folder.name}: their tokenizers differ; take a smaller model "
+            "of the same family"
+        )
+    try:
+        tier.for_model(own, tier.device, tier.dtype)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"the draft model {name}: {error}") from None
 
 
 def check_for_model(asked: Settings, folder: Path, config: ModelConfig, tier: DeviceTier) -> None:
@@ -190,7 +195,7 @@ def check_for_model(asked: Settings, folder: Path, config: ModelConfig, tier: De
     if asked.speculation and any(config.groups.windows):
         raise InvalidRequest(no_drafts_with(config.groups.windows))
     if asked.speculation and asked.speculation.model is not None:
-        check_draft_model(asked.speculation.model, config, asked.max_model_len)
+        check_draft_model(asked.speculation.model, folder, config, tier, asked.max_model_len)
     for connector in (asked.kv_connector, disk_floor(asked)):
         if connector is not None and config.groups.windows != (None,):
             name = "kv_connector" if connector is asked.kv_connector else "kv_cache_folder"

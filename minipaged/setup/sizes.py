@@ -38,8 +38,7 @@ def engine_config(asked: Settings, loaded: LoadedModel, host_sharers: int) -> En
         room = int(_free_host_bytes(host_sharers) / (2 if on_cpu else 4) / size)
         num_swap_blocks = max(1, min(int(num_blocks * SWAP_SHARE), room))
     if max_model_len is None:
-        longest = min(each.config.max_position_embeddings for each in (loaded, loaded.draft) if each)
-        lengths = range(1, longest + 1)
+        lengths = range(1, _longest(loaded) + 1)
         max_model_len = max(1, bisect_right(lengths, num_blocks, key=partial(_blocks_of_one, asked, loaded)))
     return EngineConfig(
         num_blocks=num_blocks,
@@ -68,7 +67,12 @@ def _blocks_that_fit(asked: Settings, loaded: LoadedModel, host_sharers: int) ->
             f"a block of {asked.block_size} tokens takes {size:,} bytes, but only {int(free):,} may be used; lower "
             "block_size, raise gpu_memory_utilization, or free some memory"
         )
-    return min(num_blocks, asked.max_num_seqs * _blocks_of_one(asked, loaded, loaded.config.max_position_embeddings))
+    return min(num_blocks, asked.max_num_seqs * _blocks_of_one(asked, loaded, _longest(loaded)))
+
+
+def _longest(loaded: LoadedModel) -> int:
+    """The most tokens that the model was made for, and its draft model if it has one."""
+    return min(each.config.max_position_embeddings for each in (loaded, loaded.draft) if each)
 
 
 def _blocks_of_one(asked: Settings, loaded: LoadedModel, num_tokens: int) -> int:

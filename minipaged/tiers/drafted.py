@@ -149,7 +149,7 @@ class DraftedRunner(Runner):
             self.model.move(moves)
             self.draft_model.move(moves)
             return
-        size = len(self.model.read_blocks([0])[0])
+        size = self.model.kv_cache.block_bytes
         self.model.move(moves._replace(load=tuple((block, content[:size]) for block, content in moves.load)))
         self.draft_model.move(moves._replace(load=tuple((block, content[size:]) for block, content in moves.load)))
 

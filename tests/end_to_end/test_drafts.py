@@ -30,7 +30,7 @@ class Guesses(Drafts):
     """Drafts of what another run gave, with faults."""
 
     def __init__(self, outputs: list[RequestOutput]) -> None:
-        super().__init__(AdaptiveDrafts(4), 1, 3)
+        super().__init__(AdaptiveDrafts(4))
         self.num_drafted = self.num_accepted = 0
         self._outputs = outputs
         self._random = random.Random(0)

@@ -200,7 +200,7 @@ def test_steps_with_a_draft_model_are_not_recorded(cli: Cli, small_llama: Path, 
     command = ["generate", "a", "--model", small_llama, "--num-blocks=40", "--speculative-config", json.dumps(asked)]
     code, _, err = cli(*command, "--record-steps", path)
     assert code == 1
-    assert "steps in which a draft model guesses cannot be replayed" in err
+    assert "steps in which a draft model guesses cannot be recorded" in err
     assert not path.exists()
     code, out, _ = cli(*command, "--max-tokens=4")
     assert code == 0

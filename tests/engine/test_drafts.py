@@ -10,7 +10,7 @@ import pytest
 
 from minipaged.engine.commit import Committer
 from minipaged.engine.drafting import AdaptiveDrafts
-from minipaged.engine.drafts import Drafts
+from minipaged.engine.drafts import Drafts, LookupDrafts
 from minipaged.engine.memory import Memory
 from minipaged.engine.sequence import Request, SequenceState
 from minipaged.errors import InvalidRequest, InvariantViolation
@@ -27,7 +27,7 @@ class Guesses(Drafts):
     """Drafts that are often right: of the tokens that the request is to get, with faults."""
 
     def __init__(self, workload: Workload, seed: int) -> None:
-        super().__init__(AdaptiveDrafts(4), 1, 3)
+        super().__init__(AdaptiveDrafts(4))
         self.counts = Counter[str]()
         self._random = random.Random(f"guesses of {seed}")
         self._workload = workload
@@ -139,7 +139,7 @@ def test_a_setting_asks_for_prompt_lookup(seeds: range) -> None:
 def test_what_drafts_do_not_go_with_is_refused() -> None:
     config = replace(repetitive().config, async_scheduling=True)
     with pytest.raises(InvalidRequest, match="drafts work without asynchronous scheduling and windows only"):
-        WorkloadRun(Workload(config, (), True), drafts=Drafts(AdaptiveDrafts(4), 1, 3))
+        WorkloadRun(Workload(config, (), True), drafts=LookupDrafts(AdaptiveDrafts(4), 1, 3))
 
 
 def repetitive(num_requests: int = 1, **params: object) -> Workload:
@@ -154,7 +154,7 @@ def repetitive(num_requests: int = 1, **params: object) -> Workload:
 def test_prompt_lookup_takes_fewer_steps_for_the_same_tokens(num_requests: int) -> None:
     workload = repetitive(num_requests)
     plain = WorkloadRun(workload)
-    drafting = WorkloadRun(workload, drafts=Drafts(AdaptiveDrafts(4), 1, 3))
+    drafting = WorkloadRun(workload, drafts=LookupDrafts(AdaptiveDrafts(4), 1, 3))
     for run in (plain, drafting):
         run.to_the_end()
         run.check_outputs()

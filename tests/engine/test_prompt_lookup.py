@@ -1,9 +1,8 @@
-"""Prompt lookup finds by its index what a plain search finds, also in forks, at a cost that stays the same."""
+"""Prompt lookup finds by its index what a plain search finds, at a cost that stays the same."""
 
 from __future__ import annotations
 
 import time
-import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -24,21 +23,16 @@ def searched(tokens: list[int], shortest: int, longest: int, k: int) -> list[int
 
 @given(st.integers(1, 4), st.integers(0, 4), st.integers(1, 6), st.data())
 def test_the_index_finds_what_a_search_finds(shortest: int, more: int, vocab: int, data: st.DataObject) -> None:
-    """Tokens are appended a few at a time; at any moment the sequence may fork, and both go on."""
+    """Tokens are appended a few at a time."""
     longest = shortest + more
     tokens = list[int]()
-    sequences = [(tokens, PromptLookup(tokens, shortest, longest))]
+    lookup = PromptLookup(tokens, shortest, longest)
     for _ in range(data.draw(st.integers(0, 25))):
-        tokens, lookup = data.draw(st.sampled_from(sequences))
         tokens += data.draw(st.lists(st.integers(0, vocab - 1), max_size=4))
-        if data.draw(st.integers(0, 4)) == 0 and len(sequences) < 4:
-            copy = list(tokens)
-            sequences.append((copy, lookup.fork(copy)))
         if data.draw(st.booleans()):
             k = data.draw(st.integers(0, 5))
             assert lookup.draft(k) == searched(tokens, shortest, longest, k)
-    for tokens, lookup in sequences:
-        assert lookup.draft(3) == searched(tokens, shortest, longest, 3)
+    assert lookup.draft(3) == searched(tokens, shortest, longest, 3)
 
 
 @pytest.mark.parametrize(
@@ -62,20 +56,6 @@ def test_the_draft_follows_the_longest_ngram_that_occurred_earlier(tokens: list[
 def test_lengths_that_make_no_sense_are_refused(shortest: int, longest: int) -> None:
     with pytest.raises(ValueError, match=f"prompt_lookup_min .* not {shortest} with a prompt_lookup_max of {longest}"):
         PromptLookup([], shortest, longest)
-
-
-def test_forks_share_the_index_of_what_they_share() -> None:
-    prompt = [i * i % 1009 for i in range(5_000)]
-    lookup = PromptLookup(prompt, 2, 4)
-    lookup.draft(1)
-    tracemalloc.start()
-    try:
-        forks = [lookup.fork([*prompt, number]) for number in range(8)]
-        assert all(len(fork.draft(1)) <= 1 for fork in forks)
-        grown, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert grown < 8 * (5_100 * 8 + 10_000)  # little more than the lists of tokens
 
 
 @thorough

@@ -268,7 +268,7 @@ class Guesses(Drafts):
     """Drafts that are often right: the tokens that the request will get, with mistakes."""
 
     def __init__(self, number: int, workload: Workload) -> None:
-        super().__init__(AdaptiveDrafts(ASKED.num_speculative_tokens), *ASKED.lengths)
+        super().__init__(AdaptiveDrafts(ASKED.num_speculative_tokens))
         self._workload, self._random = workload, Random(f"guesses of {number}")
 
     def draft(self, request: Request, sequence: SequenceState, num_sequences: int) -> list[int]:

@@ -34,14 +34,14 @@ class DraftRecord:
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveDrafts:
-    """The rule. Its defaults are not measured yet. The first two names are vLLM's."""
+    """The rule. Its defaults are measured on a CPU (docs/concepts/speculation.md). The first two names are vLLM's."""
 
     num_speculative_tokens: int
     """The most tokens to draft."""
     disable_by_batch_size: int | None = None
     """The number of sequences from which on a batch is full and drafts nothing; None for no such number."""
     tokens_per_read: float = 12.0
-    """Tokens whose arithmetic takes as long as reading the model's weights."""
+    """The number of tokens whose arithmetic takes as long as reading the model's weights."""
     memory: float = 0.9
     """The share of its weight that a record keeps in each step."""
     hope: float = 0.6

@@ -176,7 +176,7 @@ def vllm(python: str, folder: Path, dtype: str) -> dict[str, Generate]:
         to, answers = process.stdin, process.stdout
 
         def generate(prompts: list[list[int]], workload: Workload) -> list[list[int]]:
-            asked = [prompts, workload.num_tokens, workload.temperature, list(range(len(prompts)))]
+            asked = [prompts, workload.num_tokens, workload.temperature]
             to.write(json.dumps(asked).encode() + b"\n")
             to.flush()
             answer: list[list[int]] = json.loads(answers.readline())

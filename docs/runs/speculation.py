@@ -2,6 +2,8 @@
 
 from minipaged import SamplingParams
 from minipaged.contracts import Batch
+from minipaged.engine.drafting import AdaptiveDrafts
+from minipaged.engine.drafts import LookupDrafts
 from minipaged.events import BlocksRolledBack, TokensAccepted
 from minipaged.params import SpeculativeConfig
 from minipaged.stepper import Storyteller, record
@@ -28,6 +30,7 @@ model = Reader([TEXT])
 with record("Drafted, then verified", model.decode) as run:
     drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=4, prompt_lookup_max=2)
     engine = model.engine(num_blocks=8, block_size=4, speculative_config=drafts)
+    engine.scheduler.drafts = LookupDrafts(AdaptiveDrafts(4, hope=0.9), 2, 2)  # the default would begin with three
     engine.add_request(model.encode("the cat sat on the mat . the cat"), SamplingParams(temperature=0, max_tokens=12))
     while engine.has_unfinished_requests():
         engine.step()

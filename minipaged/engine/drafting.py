@@ -1,4 +1,4 @@
-"""The number of tokens to draft: as many as pay, going by what became of earlier drafts.
+"""How many tokens to draft: the number that pays best, judged by a sequence's earlier drafts.
 
 A step that verifies k drafted tokens of a sequence runs k + 1. If each stands with probability a, the step gives
 1 + a + ... + a^k tokens. If each one makes the step longer by the share c, drafting gains where
@@ -11,12 +11,14 @@ and the best k is the one with the largest quotient. Both numbers are estimated:
   where little is known. So a sequence whose drafts are refused drafts fewer tokens, then none; after some steps without
   drafts it tries one again.
 - c, from the batch. Reading the weights takes as long as computing with `tokens_per_read` tokens, so a step of n
-  sequences is longer by c = n / (tokens_per_read + n) for each token that all of them draft. A single sequence drafts
-  nearly for free. In a large batch c is nearly 1: a drafted token costs what a token costs.
+  sequences takes the time of tokens_per_read + n tokens. One drafted token for each sequence adds n, so
+  c = n / (tokens_per_read + n). A single sequence drafts nearly for free. In a large batch c is nearly 1: a drafted
+  token costs as much as any other.
 
-A draft model runs once more for each drafted token, so it adds to c the time of its pass.
+A draft model runs k + 1 passes, one of them in every step. If a pass takes the share s of reading the model's weights
+(`draft_cost`), c becomes (c + s) / (1 + s).
 
-The rule knows no clock. So a run can be repeated.
+The rule measures no time, so a run can be repeated exactly.
 """
 
 from __future__ import annotations
@@ -36,18 +38,19 @@ class DraftRecord:
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveDrafts:
-    """The rule. Its defaults are not measured yet. The first two names are vLLM's."""
+    """The rule. Its defaults are measured on a CPU (docs/concepts/speculation.md). The first two settings have vLLM's
+    names."""
 
     num_speculative_tokens: int
     """The most tokens to draft."""
     disable_by_batch_size: int | None = None
-    """The number of sequences from which on a batch is full and drafts nothing; None for no such number."""
+    """A batch of this many sequences or more drafts nothing. None: no limit."""
     draft_cost: float = 0.0
     """The time of a draft model's pass, as a share of reading the model's weights; 0 if no model guesses."""
     tokens_per_read: float = 12.0
-    """Tokens whose arithmetic takes as long as reading the model's weights."""
+    """The number of tokens whose arithmetic takes as long as reading the model's weights."""
     memory: float = 0.9
-    """The share of its weight that a record keeps in each step."""
+    """The factor by which a record's older drafts count less with each step."""
     hope: float = 0.6
     """The share of accepted tokens that is assumed of a sequence without a record."""
     hope_weight: float = 1.0

@@ -179,8 +179,8 @@ def check_draft_model(
     have_tokens = all((each / "tokenizer.json").is_file() for each in (folder, draft))
     if have_tokens and Tokenizer(folder).vocabulary != Tokenizer(draft).vocabulary:
         raise InvalidRequest(
-            f"the draft model {name} has other tokens than {folder.name}: their tokenizers differ; take a smaller model "
-            "of the same family"
+            f"the draft model {name} has other tokens than {folder.name}: their tokenizers differ; take a "
+            "smaller model of the same family"
         )
     try:
         tier.for_model(own, tier.device, tier.dtype)

@@ -187,8 +187,8 @@ class Twins:
     def run(self, *arguments: Any) -> StepInput:
         """The next step, on both tiers; compares the logits."""
         step = self.next_step(*arguments)
-        _, expected, prompts = self.reference.run(step)
-        _, logits, found = self.fast.run(step)
+        _, expected, prompts, _ = self.reference.run(step)
+        _, logits, found, _ = self.fast.run(step)
         logits = logits.float().cpu().numpy()
         assert logits.shape == expected.shape
         if len(expected):

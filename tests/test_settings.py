@@ -222,10 +222,11 @@ def test_lengths_of_a_prompt_lookup_that_are_left_open_are_vllms(
     [
         (
             {"method": "draft_model"},
-            "^method is 'draft_model' and model is None; 'draft_model' and a model go together",
+            "^method is 'draft_model', but there is no model; give",
         ),
         ({"method": "eagle"}, "is 'eagle'; choose 'ngram' or 'draft_model'"),
-        ({"model": "a/small-model"}, "^method is 'ngram' and model is 'a/small-model'; 'draft_model' and a model go"),
+        ({"model": "a/small-model"}, "^model is 'a/small-model', but the method 'ngram' needs none; leave it out, or"),
+        ({"method": "draft_model", "model": 3}, "^model is 3; give the draft model's name or its folder"),
         ({"method": "draft_model", "model": "a", "prompt_lookup_max": 3}, "are for the method 'ngram'; leave them out"),
         ({"draft_tensor_parallel_size": 2}, "^draft_tensor_parallel_size is 2; the draft model runs as the model does"),
         (

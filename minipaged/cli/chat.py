@@ -13,7 +13,7 @@ from minipaged.setup.settings import Settings
 
 CHAT_OPTIONS = (
     *("temperature", "top_p", "max_tokens", "seed", "tier", "device", "dtype"),
-    *("block_size", "num_blocks", "kv_cache_dtype", "kv_connector"),
+    *("block_size", "num_blocks", "kv_cache_dtype", "kv_connector", "speculative_config"),
     *("tensor_parallel_size", "pipeline_parallel_size", "worker_timeout"),
 )
 

@@ -340,7 +340,7 @@ def test_what_writes_the_version_down_writes_that_of_a_checkout(monkeypatch: pyt
     from minipaged.recordings.step_files import Header
 
     tier = SimpleNamespace(name="reference", device="cpu", dtype="float32")
-    llm = SimpleNamespace(loaded=SimpleNamespace(tier=tier), config=None, model_config=None)
+    llm = SimpleNamespace(loaded=SimpleNamespace(tier=tier, draft=None), config=None, model_config=None)
     monkeypatch.setattr(metadata, "version", not_installed)
     assert made(seed=1, quick=True).minipaged == f"a checkout ({digest_of(PACKAGE)[:12]})"
     assert Header.of("model", cast("Any", llm)).version == "a checkout"

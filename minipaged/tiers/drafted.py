@@ -52,9 +52,9 @@ class _Guesses:
 
 
 class DraftedRunner(Runner):
-    """Runs steps on a model (any runner with `forward`, `move` and `read_blocks`) with guesses of a smaller one.
+    """Runs steps on a model with guesses of a smaller one.
 
-    `verify`: the tier's. Both models have caches of the same numbers of blocks.
+    `model`, `draft_model`: a tier's Llamas, with caches of the same numbers of blocks. `verify`: that of the tier.
     """
 
     def __init__(self, model: Any, draft_model: Any, verify: VerifyFunction) -> None:

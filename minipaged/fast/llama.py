@@ -757,8 +757,8 @@ class FlatBatch:
     context_lens: Tensor  # [seqs]
     query_start: Tensor  # [other seqs + 1], offsets into their tokens
     logit_rows: Tensor | None
-    """[logits], in the batch's order: the indices in [tokens] of the last query tokens of rows that want logits, and of
-    drafted tokens. None: all tokens."""
+    """[logits], in the batch's order: the indices in [tokens] of the last query tokens of rows that want logits. None:
+    all tokens."""
     num_decoding: int
     max_query_len: int
     prompt_rows: Tensor | None = None
@@ -846,21 +846,21 @@ def _host_tables(batch: Batch, num_groups: int = 1) -> Tensor:
 
 
 def one_by_one(batch: Batch, rows: Sequence[int]) -> tuple[Batch, Sequence[int]]:
-    """Return a batch with a row for each token of the sequences that run one token and drafts, and the row of the block
-    tables that belongs to each.
+    """Return a batch in which each drafted token has a row of its own, and the row of the block tables that belongs to
+    each.
 
-    So they take the decode kernel and all that comes with it, such as graphs. Each layer writes the keys and values of
-    all tokens before its attention, so a drafted token sees those before it.
+    So a decoding sequence and its drafts take the decode kernel and all that comes with it, such as graphs. Each layer
+    writes the keys and values of all tokens before its attention, so a drafted token sees those before it.
     """
     if not any(row.num_drafted for row in batch):
         return batch, rows
     parts, owners = list[BatchRow](), list[int]()
     for row, owner in zip(batch, rows, strict=True):
-        decodes = row.wants_logits and len(row.token_ids) == row.num_drafted + 1
-        for i, token in enumerate(row.token_ids) if decodes else ():
-            parts.append(BatchRow([token], row.first_position + i, row.blocks, wants_logits=True))
-        parts += () if decodes else (row,)
-        owners += [owner] * (len(parts) - len(owners))
+        cut = len(row.token_ids) - row.num_drafted
+        parts.append(replace(row, token_ids=row.token_ids[:cut], num_drafted=0))
+        for i, token in enumerate(row.token_ids[cut:], row.first_position + cut):
+            parts.append(BatchRow([token], i, row.blocks, wants_logits=True))
+        owners += [owner] * (row.num_drafted + 1)
     return parts, owners
 
 
@@ -882,10 +882,6 @@ def flatten(batch: Batch, rows: Sequence[int], tables: Tensor, chosen: Tensor | 
     prompt_rows = list(chain.from_iterable(asked))
     # None lets `_logits` overwrite the tokens' hidden states. Not if prompt log-probabilities need them too.
     every = num_decoding == len(batch) and all(wanted) and not prompt_rows
-    logit_rows = last[wanted]
-    if any(row.num_drafted for row in batch):
-        drafted = [(int(at), row.num_drafted) for at, row in zip(last, batch, strict=True) if row.wants_logits]
-        logit_rows = np.array([place for at, k in drafted for place in range(at - k, at + 1)], np.int32)
     ids = np.fromiter(chain.from_iterable(row.token_ids for row in laid_out), np.int32, ends[-1])
     positions = np.arange(ends[-1], dtype=np.int32) + np.repeat(first + query_lens - ends, query_lens)
     return FlatBatch(
@@ -896,7 +892,7 @@ def flatten(batch: Batch, rows: Sequence[int], tables: Tensor, chosen: Tensor | 
         rows=torch.from_numpy(owners),
         context_lens=torch.from_numpy(first + query_lens),
         query_start=torch.from_numpy(np.append(np.int32(0), ends[num_decoding:] - np.int32(num_decoding))),
-        logit_rows=None if every else torch.from_numpy(logit_rows),
+        logit_rows=None if every else torch.from_numpy(last[wanted]),
         num_decoding=num_decoding,
         max_query_len=int(query_lens.max(initial=1)),
         prompt_rows=torch.tensor(prompt_rows, dtype=torch.int32) if prompt_rows else None,

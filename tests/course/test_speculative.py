@@ -232,7 +232,7 @@ def test_a_wrong_part_fails_in_the_engine(bug: str, told: str, tmp_path: Path) -
 def test_the_engine_itself_finds_tokens_and_slots_that_no_session_compares(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So the student's answers are those that it goes on with."""
+    """The engine goes on with the student's answers."""
     part = submit(TOKEN_BY_TOKEN, tmp_path)
     verify, roll_back = SpeculativeSession.verify, RollBackSession.roll_back
     monkeypatch.setattr(SpeculativeSession, "verify", lambda *given, **more: [*verify(*given, **more)[:-1], 0])

@@ -56,7 +56,7 @@ def smaller(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class RandomNumber(ModelDrafts):
-    """As many tokens to draft as chance says."""
+    """Drafts of a random number of tokens."""
 
     def __init__(self) -> None:
         super().__init__(AdaptiveDrafts(4))

@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -27,12 +28,13 @@ from minipaged.steps import TO_DRAFT, BlockMoves
 from minipaged.testing.content_runner import CheckedMirror, ContentRunner, GivenRow
 from minipaged.tiers.drafted import DraftedRunner
 from tests.effort import one_case_in, quick_cases, scaled, seeds
+from tests.engine.test_drafts import counted
 from tests.engine.test_floors import floored
 from tests.workloads import Workload, WorkloadRun, random_workload
 
 
 class RandomNumber(ModelDrafts):
-    """As many tokens to draft as chance says."""
+    """Drafts of a random number of tokens."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(AdaptiveDrafts(4))
@@ -131,13 +133,7 @@ def run_with_draft_model(
 def test_the_draft_models_keys_and_values_are_where_the_models_are(seeds: range) -> None:
     """And outputs are those without drafts. The workloads have forks, beams, copy-on-write, preemption both ways,
     chunks, prefix hits and aborts."""
-    counts = Counter[str]()
-    for seed in seeds:
-        try:
-            counts += run_with_draft_model(seed)[1]
-        except Exception as error:
-            error.add_note(f"workload {seed}")
-            raise
+    counts = counted(run_with_draft_model, seeds)
     assert 0 < counts["accepted"] < counts["drafted"]
     assert counts["whole"]
 
@@ -156,18 +152,19 @@ def test_they_go_to_the_floors_below_the_prefix_cache_and_come_back(seeds: range
     assert counts["demoted"] > counts["promoted"] > 0
 
 
+def failing_at(number: int, *sizes: Any) -> Any:
+    """A runner whose draft model raises in the pass of this number."""
+    runner = TwoModels(*sizes)
+    runner.draft_model.fails_at = number
+    return runner
+
+
 @quick_cases(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_a_pass_of_the_draft_model_that_raises_fails_its_step_and_nothing_else(seed: int) -> None:
     """The step is run anew; every request gets its tokens, and no block leaks."""
     for number in range(0, 30, 3):
-
-        class Fails(TwoModels):
-            def __init__(self, *sizes: Any) -> None:
-                super().__init__(*sizes)
-                self.draft_model.fails_at = number  # noqa: B023
-
-        run = WorkloadRun(random_workload(seed), make_runner=Fails, drafts=RandomNumber(seed))
+        run = WorkloadRun(random_workload(seed), make_runner=partial(failing_at, number), drafts=RandomNumber(seed))
         num_raised = 0
         for now in count():
             try:
@@ -203,7 +200,7 @@ def test_a_move_that_leaves_out_the_draft_model_is_found(lost: str) -> None:
 
 
 def test_a_step_in_which_the_draft_model_does_not_run_is_found() -> None:
-    """As if it ran only where something is drafted: what the others computed is missing later."""
+    """The draft model runs only where something is drafted, so what the others computed is missing later."""
 
     class Skips(TwoModels):
         def _draw(self, batch: Batch, guesses: Any, places: Any) -> None:

@@ -27,7 +27,7 @@ from minipaged.params import SamplingParams
 from minipaged.reference import speculation
 from minipaged.reference.sampling import FloatArray, sample
 from minipaged.reference.speculation import ACCEPTANCE, RESIDUAL, is_accepted, probabilities, residual, verify
-from tests.effort import quick_cases
+from tests.effort import quick_cases, thorough
 from tests.reference.test_sampling import sampling_params
 
 PROMPT = (1, 2)
@@ -260,7 +260,7 @@ def fit(verify: Callable[..., list[list[Sampled]]], num_outputs: int, num_not_ru
     return 0.0 if found[exact == 0].any() else p_value(found.tolist(), exact)
 
 
-@pytest.mark.parametrize("num_not_run", [0, 1])
+@pytest.mark.parametrize("num_not_run", [0, pytest.param(1, marks=thorough)])
 def test_several_tokens_have_their_joint_distribution(num_not_run: int) -> None:
     assert fit(verify, 2_000, num_not_run) > 0.001
 
@@ -268,7 +268,7 @@ def test_several_tokens_have_their_joint_distribution(num_not_run: int) -> None:
 def test_with_a_guess_at_every_position_the_number_of_drafted_tokens_changes_no_token() -> None:
     """What the module's docstring says about seeds. Without a guess for the bonus token, the number does."""
     different = 0
-    for seed in range(60):
+    for seed in range(30):
         tokens = by_rounds(verify, seed, lambda position: 2, 1)
         for number in (lambda position: 0, lambda position: 3, lambda position: position % 2):
             assert by_rounds(verify, seed, number, 1) == tokens

@@ -313,7 +313,7 @@ def test_samples_of_a_storyteller_part_where_its_texts_do() -> None:
 
 @pytest.mark.parametrize("kind", [Storyteller, Reciter])
 def test_a_storyteller_verifies_drafts(kind: type[Storyteller]) -> None:
-    """Of its texts only the end is repeated, so only there something is drafted."""
+    """Prompt lookup drafts something only at the end of its text, which repeats itself."""
     told = []
     for drafts in (None, SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_max=1)):
         model, heard = kind(TEXTS), list[Event]()
